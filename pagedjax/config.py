@@ -1,0 +1,184 @@
+"""Engine options and what they resolve to: frozen, checked, few. Knows nothing of devices or files.
+
+`EngineConfig` is what a user writes (None = choose for the device). `SchedulerConfig` is what it
+becomes once model, device and pool are known; the scheduler and the runner read only that.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from pagedjax.errors import ConfigError
+
+type Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+ALIASES = {"gpu_memory_utilization": "memory_utilization", "block_size": "page_size"}
+MAX_PAGE_SIZE = 256
+SMALLEST_BUCKET = (
+    2  # XLA's CPU product of one bfloat16 row is many times slower than of two
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Engine options, named as in vLLM where the thing is the same. Raises `ConfigError`.
+
+    Attributes:
+      dtype: of weights, activations and pages; "auto" is the weights' own (float32 for
+        quantised files on a CPU, bfloat16 elsewhere).
+      seed: what draws of requests without a seed of their own depend on.
+      max_model_len: longest prompt plus answer, in tokens; None: what the model allows and the
+        pool can hold.
+      memory_utilization: share of the device's memory for weights, pool and temporaries.
+      max_num_seqs: sequences in one step.
+      max_num_batched_tokens: tokens in one step, prompts and answers together.
+      page_size: token positions of one page, a power of two.
+      num_pages: pages of the pool (the null page included), instead of sizing by memory.
+      enable_prefix_caching: keep the pages of finished prompts for requests that begin alike.
+      attention_implementation: kernel to use; None: the best for the device.
+    """
+
+    dtype: Dtype = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    memory_utilization: float = 0.9
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    page_size: int | None = None
+    num_pages: int | None = None
+    enable_prefix_caching: bool = True
+    attention_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks each option alone; combinations are checked once the rest is known."""
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ConfigError(
+                f"`dtype` must be auto, float32, bfloat16 or float16. Got {self.dtype!r}."
+            )
+        _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 1, 2**31 - 1)
+        if self.num_pages is not None:
+            _check_int("num_pages", self.num_pages, 2, 2**31 - 1)
+        if self.page_size is not None:
+            check_page_size(self.page_size)
+        _check_fraction("memory_utilization", self.memory_utilization)
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(
+                f"`enable_prefix_caching` must be true or false. "
+                f"Got {self.enable_prefix_caching!r}."
+            )
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """Builds from names and values as users write them; aliases are accepted.
+
+        Raises:
+          ConfigError: an unknown option (with the nearest known one), or one given twice.
+        """
+        known = [f.name for f in fields(cls)]
+        values: dict[str, Any] = {}
+        for name, value in options.items():
+            canonical = ALIASES.get(name, name)
+            if canonical not in known:
+                near = difflib.get_close_matches(name, [*known, *ALIASES], n=1)
+                hint = (
+                    f" Did you mean `{near[0]}`?"
+                    if near
+                    else f" Known: {', '.join(known)}."
+                )
+                raise ConfigError(f"`{name}` is not an engine option.{hint}")
+            if canonical in values:
+                raise ConfigError(
+                    f"`{canonical}` must be given once. Got it twice, as `{name}`."
+                )
+            values[canonical] = value
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Resolved sizes that scheduler and runner share. Raises `ConfigError`."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    page_size: int
+    num_pages: int
+    vocab_size: int
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks the combination."""
+        check_page_size(self.page_size)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"`max_num_batched_tokens` must be at least `max_num_seqs` ({self.max_num_seqs}), "
+                f"a token for each. Got {self.max_num_batched_tokens}."
+            )
+        if self.num_pages - 1 < self.pages_per_seq:
+            raise ConfigError(
+                f"`num_pages` must be at least {self.pages_per_seq + 1} for one request of "
+                f"`max_model_len` {self.max_model_len} at `page_size` {self.page_size} (one page "
+                f"is the null page). Got {self.num_pages}: raise it, or lower `max_model_len` to "
+                f"{(self.num_pages - 1) * self.page_size}."
+            )
+
+    @property
+    def pages_per_seq(self) -> int:
+        """Width of a page table: pages of a sequence of `max_model_len`."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Packed token counts that a step is padded to, ascending; each compiles once."""
+        return token_buckets(self.max_num_batched_tokens)
+
+    def bucket_for(self, num_tokens: int, num_rows: int) -> int:
+        """Smallest bucket with room for so many tokens and sampling rows."""
+        need = max(num_tokens, num_rows, 1)
+        return next(bucket for bucket in self.buckets if bucket >= need)
+
+    def rows_in(self, bucket: int) -> int:
+        """Sequences, and sampling rows, that a step of this bucket has room for."""
+        return max(SMALLEST_BUCKET, min(bucket, self.max_num_seqs))
+
+
+def token_buckets(most: int) -> tuple[int, ...]:
+    """Powers of two from 2, and `most` itself (at least 2)."""
+    buckets = [SMALLEST_BUCKET]
+    while buckets[-1] * 2 < most:
+        buckets.append(buckets[-1] * 2)
+    if most > buckets[-1]:
+        buckets.append(most)
+    return tuple(buckets)
+
+
+def check_page_size(page_size: int) -> None:
+    """Raises `ConfigError` unless it is a power of two in [1, 256]."""
+    _check_int("page_size", page_size, 1, MAX_PAGE_SIZE)
+    if page_size & (page_size - 1):
+        raise ConfigError(
+            f"`page_size` must be a power of two, 1 to {MAX_PAGE_SIZE}. Got {page_size}."
+        )
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or not low <= value <= high
+    ):
+        raise ConfigError(
+            f"`{name}` must be an integer in [{low}, {high}]. Got {value!r}."
+        )
+
+
+def _check_fraction(name: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0.0 < value <= 1.0:
+        raise ConfigError(f"`{name}` must be a number in (0, 1]. Got {value!r}.")
