@@ -1,0 +1,53 @@
+"""What every test runs under: JAX's strictest settings, deterministic hypothesis, device skips.
+
+Owns the process-wide test configuration and nothing else; shared fakes live in `tests/helpers.py`.
+"""
+
+import os
+
+# Before the first `import jax` anywhere: JAX reads its platform when it is imported. A developer
+# with an accelerator overrides it: `JAX_PLATFORMS=cuda scripts/test -m gpu`.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# One CPU device on purpose. Splitting the host into virtual devices splits its thread pool too,
+# which slows every matrix product of the suite; a test of sharding starts its own process with
+# `--xla_force_host_platform_device_count`.
+
+from collections.abc import Sequence
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+
+# int + float, or i32 + i64, must be written out: the compiled step never changes dtype in silence.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Shapes of different rank must be aligned by hand: a missing axis is an error, not a broadcast.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# Parity tests compare with float64: products must not be rounded to a faster format.
+jax.config.update("jax_default_matmul_precision", "highest")
+
+# The same examples on every run and machine, and no deadline: two busy cores are slow, not wrong.
+hypothesis.settings.register_profile(
+    "default_run", derandomize=True, deadline=None, database=None, print_blob=True
+)
+hypothesis.settings.register_profile(
+    "explore", parent=hypothesis.settings.get_profile("default_run"), derandomize=False
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default_run"))
+
+# Marker -> the JAX platforms that serve it.
+ACCELERATORS = {"gpu": ("gpu", "cuda"), "tpu": ("tpu",)}
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    platform = jax.default_backend()
+    for item in items:
+        for marker, platforms in ACCELERATORS.items():
+            if item.get_closest_marker(marker) and platform not in platforms:
+                item.add_marker(pytest.mark.skip(reason=f"needs a {marker}; JAX has {platform}"))
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A generator with the same stream in every test and run."""
+    return np.random.default_rng(0)
