@@ -17,9 +17,7 @@ type Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 ALIASES = {"gpu_memory_utilization": "memory_utilization", "block_size": "page_size"}
 MAX_PAGE_SIZE = 256
-SMALLEST_BUCKET = (
-    2  # XLA's CPU product of one bfloat16 row is many times slower than of two
-)
+SMALLEST_BUCKET = 2  # XLA's CPU product of one bfloat16 row is many times slower than of two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +30,8 @@ class EngineConfig:
       seed: what draws of requests without a seed of their own depend on.
       max_model_len: longest prompt plus answer, in tokens; None: what the model allows and the
         pool can hold.
-      memory_utilization: share of the device's memory for weights, pool and temporaries.
+      memory_utilization: share of the memory for weights, pool and temporaries; None: 0.9 of an
+        accelerator; on a CPU a quarter of the available RAM, at most 2 GiB, for the pool.
       max_num_seqs: sequences in one step.
       max_num_batched_tokens: tokens in one step, prompts and answers together.
       page_size: token positions of one page, a power of two.
@@ -44,7 +43,7 @@ class EngineConfig:
     dtype: Dtype = "auto"
     seed: int = 0
     max_model_len: int | None = None
-    memory_utilization: float = 0.9
+    memory_utilization: float | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     page_size: int | None = None
@@ -66,7 +65,8 @@ class EngineConfig:
             _check_int("num_pages", self.num_pages, 2, 2**31 - 1)
         if self.page_size is not None:
             check_page_size(self.page_size)
-        _check_fraction("memory_utilization", self.memory_utilization)
+        if self.memory_utilization is not None:
+            _check_fraction("memory_utilization", self.memory_utilization)
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(
                 f"`enable_prefix_caching` must be true or false. "
@@ -86,16 +86,10 @@ class EngineConfig:
             canonical = ALIASES.get(name, name)
             if canonical not in known:
                 near = difflib.get_close_matches(name, [*known, *ALIASES], n=1)
-                hint = (
-                    f" Did you mean `{near[0]}`?"
-                    if near
-                    else f" Known: {', '.join(known)}."
-                )
+                hint = f" Did you mean `{near[0]}`?" if near else f" Known: {', '.join(known)}."
                 raise ConfigError(f"`{name}` is not an engine option.{hint}")
             if canonical in values:
-                raise ConfigError(
-                    f"`{canonical}` must be given once. Got it twice, as `{name}`."
-                )
+                raise ConfigError(f"`{canonical}` must be given once. Got it twice, as `{name}`.")
             values[canonical] = value
         return cls(**values)
 
@@ -168,14 +162,8 @@ def check_page_size(page_size: int) -> None:
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or not low <= value <= high
-    ):
-        raise ConfigError(
-            f"`{name}` must be an integer in [{low}, {high}]. Got {value!r}."
-        )
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"`{name}` must be an integer in [{low}, {high}]. Got {value!r}.")
 
 
 def _check_fraction(name: str, value: Any) -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pagedjax.request import MAX_LOGPROBS, Sequence
+from pagedjax.request import MAX_LOGPROBS as MAX_LOGPROBS  # the width of the top-n arrays
+from pagedjax.request import Sequence
 
 NO_TARGET = (
     -1

@@ -23,9 +23,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 LOGIT_BIAS_BOUND = 100.0
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy
-LOWEST_TEMPERATURE = (
-    0.01  # sampled temperatures below this are raised to it (overflow in f32)
-)
+LOWEST_TEMPERATURE = 0.01  # sampled temperatures below this are raised to it (overflow in f32)
 
 
 class FinishReason(Enum):
@@ -204,12 +202,8 @@ class Request:
     arrival: int  # order of arrival, unique; ties cannot happen
     seed: int  # unsigned 64 bit; what every draw of this request depends on
     eos_token_ids: frozenset[int] = frozenset()
-    bad_sequences: tuple[
-        tuple[int, ...], ...
-    ] = ()  # bad_words as token ids, each non-empty
-    cache_salt: str | None = (
-        None  # requests with different salts never share cached pages
-    )
+    bad_sequences: tuple[tuple[int, ...], ...] = ()  # bad_words as token ids, each non-empty
+    cache_salt: str | None = None  # requests with different salts never share cached pages
     prompt: str | None = None  # the text, when the caller gave text
 
     @property
@@ -228,9 +222,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
-type TokenLogprobs = dict[
-    int, Logprob
-]  # the chosen token first, then the likeliest, best first
+type TokenLogprobs = dict[int, Logprob]  # the chosen token first, then the likeliest, best first
 
 
 @dataclass(slots=True, eq=False)
@@ -256,9 +248,7 @@ class Sequence:
     num_preemptions: int = 0
     output_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     cumulative_logprob: float = 0.0
-    prompt_logprobs: list[TokenLogprobs | None] = field(
-        default_factory=list[TokenLogprobs | None]
-    )
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list[TokenLogprobs | None])
 
     @property
     def num_tokens(self) -> int:
@@ -311,9 +301,7 @@ class RequestOutput:
 
 def derived_seed(engine_seed: int, request_id: str) -> int:
     """Unsigned 64-bit seed of a request that gave none: SHA-256 of the engine's seed and its id."""
-    digest = hashlib.sha256(
-        f"{engine_seed}\0{request_id}".encode("utf-8", "surrogatepass")
-    )
+    digest = hashlib.sha256(f"{engine_seed}\0{request_id}".encode("utf-8", "surrogatepass"))
     return int.from_bytes(digest.digest()[:8], "big")
 
 
@@ -323,23 +311,15 @@ def _check_int(
     value = getattr(params, name)
     if optional and value is None:
         return
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or not low <= value <= high
-    ):
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         shown = f"an integer in [{low}, {high}]" + (" or None" if optional else "")
-        raise RequestError(
-            f"`{name}` must be {shown}. Got {_shown(value)}.", param=name
-        )
+        raise RequestError(f"`{name}` must be {shown}. Got {_shown(value)}.", param=name)
 
 
 def _check_bool(params: SamplingParams, name: str) -> None:
     value = getattr(params, name)
     if not isinstance(value, bool):
-        raise RequestError(
-            f"`{name}` must be true or false. Got {_shown(value)}.", param=name
-        )
+        raise RequestError(f"`{name}` must be true or false. Got {_shown(value)}.", param=name)
 
 
 def _check_float(
@@ -383,7 +363,7 @@ def _strings(value: Any, name: str, most: int) -> tuple[str, ...]:
     for item in items:
         if (
             not isinstance(item, str)
-            or not 0 < len(item.encode("utf-8", "replace")) <= 256
+            or not 0 < len(item.encode("utf-8", "replace")) <= MAX_STOP_BYTES
         ):
             raise RequestError(
                 f"`{name}` must hold strings of 1 to {MAX_STOP_BYTES} bytes. Got {_shown(item)}.",
@@ -424,12 +404,7 @@ def _bias_entry(key: Any, bias: Any) -> tuple[int, float]:
         isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
     )
     is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
-    if (
-        not is_id
-        or not 0 <= int(key) < 2**31
-        or not is_number
-        or not math.isfinite(bias)
-    ):
+    if not is_id or not 0 <= int(key) < 2**31 or not is_number or not math.isfinite(bias):
         raise RequestError(
             f"`logit_bias` must map token ids >= 0 to finite numbers. "
             f"Got {_shown(key)}: {_shown(bias)}.",
@@ -439,9 +414,5 @@ def _bias_entry(key: Any, bias: Any) -> tuple[int, float]:
 
 
 def _shown(value: Any) -> str:
-    text = (
-        repr(value)
-        if not isinstance(value, int) or abs(value) < 10**30
-        else "a huge integer"
-    )
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a huge integer"
     return text if len(text) <= 80 else text[:77] + "..."
