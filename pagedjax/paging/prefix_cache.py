@@ -187,6 +187,12 @@ class PrefixCache:
             first -= 1
         if first < last:
             chain.extend(tokens, last * self.page_size)
+            known = [node.tokens for node in chain.nodes[first:last]]
+            if _count_equal(known, tokens[first * self.page_size :], self.page_size) < len(known):
+                raise IntegrityError(
+                    f"`chain` must be of `tokens`. Got other tokens in pages {first} to {last - 1}: "
+                    "a truncated sequence truncates its chain too."
+                )
         return sum(self.insert(chain, index, pages[index]) for index in range(first, last))
 
     def evict(self, page: int) -> None:
