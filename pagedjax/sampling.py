@@ -1,0 +1,499 @@
+"""From logits to token ids: one row of parameters for each row of logits, and what slots remember.
+
+Owns the order of the sampling steps, the random keys, logprobs, and `SamplerState`: what each slot
+bans, adds to logits and has generated. Pure functions; the runner jits them. Knows nothing of
+requests, pages or steps.
+
+Logits are looked at as `[R, C, LANES]`, the vocabulary padded to whole chunks of LANES with -inf:
+token id = chunk * LANES + lane. Sums run over the chunk axis, so each lane is one vector lane and
+adds few terms; the likeliest tokens are found chunk by chunk. No step sorts the vocabulary.
+
+What no row asks for costs nothing: each part sits behind a `lax.cond`. Whether a branch runs never
+changes a neutral row's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from numpy.typing import NDArray
+
+from pagedjax.plan import RowUpdate
+from pagedjax.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
+
+LANES = 128  # a power of two: TPU and AVX lanes; 512 noise values serve 49,152 tokens
+
+# One u16 for each token of a slot (256 slots of 262,144 tokens: 128 MiB instead of 576 for three
+# arrays): in the prompt, banned, and times generated, which stays at its maximum.
+IN_PROMPT = 1 << 15
+BANNED = 1 << 14
+MAX_COUNT = BANNED - 1
+
+# exp(logit - largest) below this is taken as 0: no draw of 2^24 bits can reach it, and thresholds
+# stay clear of subnormal numbers, which some devices flush to 0.
+LEAST_LIKELIHOOD = 2.0**-100
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """`plan.SamplingRows` on the device: the same fields, R rows each; padding rows are neutral."""
+
+    token_index: jax.Array  # i32[R]
+    slot: jax.Array  # i32[R], max_num_seqs: no slot
+    counts: jax.Array  # i32[R], 1: the token is added to the slot's counts
+    position: jax.Array  # i32[R]
+    sample: jax.Array  # i32[R]
+    target: jax.Array  # i32[R], >= 0: draw nothing, tell this token's logprob
+    num_logprobs: jax.Array  # i32[R], -1: none
+    top_k: jax.Array  # i32[R], 0: off
+    seed: jax.Array  # u32[R, 2]
+    temperature: jax.Array  # f32[R], 0: greedy
+    top_p: jax.Array  # f32[R], 1: off
+    min_p: jax.Array  # f32[R], 0: off
+    repetition_penalty: jax.Array  # f32[R], 1: off
+    presence_penalty: jax.Array  # f32[R], 0: off
+    frequency_penalty: jax.Array  # f32[R], 0: off
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class SamplerState:
+    """What each slot's sequence does to its logits. `set_row` writes a row, `sample` adds counts.
+
+    A function that changes it takes it, DONATES it under the runner's jit, and returns the new one
+    first.
+    """
+
+    bias_ids: jax.Array  # i32[max_num_seqs, MAX_LOGIT_BIAS], unused entries: C * LANES (dropped)
+    bias_values: jax.Array  # f32[max_num_seqs, MAX_LOGIT_BIAS], added to those tokens' logits
+    marks: jax.Array  # u16[max_num_seqs, C, LANES], IN_PROMPT | BANNED | times generated
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Slots; this number as a slot means none."""
+        return self.marks.shape[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What `sample` found; the arrays of `plan.StepResult`. Not asked for: zeros."""
+
+    tokens: jax.Array  # i32[R]
+    logprobs: jax.Array  # f32[R]
+    ranks: jax.Array  # i32[R]
+    top_ids: jax.Array  # i32[R, MAX_LOGPROBS]
+    top_logprobs: jax.Array  # f32[R, MAX_LOGPROBS]
+    corrupted: jax.Array  # bool[R]
+
+
+def init_state(max_num_seqs: int, vocab_size: int) -> SamplerState:
+    """The state of `max_num_seqs` slots, none of which changes a logit."""
+    num_chunks = _num_chunks(vocab_size)
+    return SamplerState(
+        bias_ids=jnp.full((max_num_seqs, MAX_LOGIT_BIAS), num_chunks * LANES, jnp.int32),
+        bias_values=jnp.zeros((max_num_seqs, MAX_LOGIT_BIAS), jnp.float32),
+        marks=jnp.zeros((max_num_seqs, num_chunks, LANES), jnp.uint16),
+    )
+
+
+def densify(
+    update: RowUpdate, vocab_size: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.uint16]]:
+    """`update` as the arrays that `set_row` takes after the slot; NumPy, on the host.
+
+    Returns:
+      bias_ids i32[MAX_LOGIT_BIAS], bias_values f32[MAX_LOGIT_BIAS], marks u16[C, LANES].
+    """
+    num_chunks = _num_chunks(vocab_size)
+    marks = np.zeros(num_chunks * LANES, np.uint16)
+    for token, count in update.output_counts.items():
+        marks[token] = min(count, MAX_COUNT)
+    marks[list(update.prompt_tokens)] |= np.uint16(IN_PROMPT)
+    if update.allowed is not None:
+        banned = np.ones(marks.shape, bool)
+        banned[list(update.allowed)] = False
+        marks[banned] |= np.uint16(BANNED)
+    marks[[token for token, value in update.bias.items() if value == -np.inf]] |= np.uint16(BANNED)
+    added = {token: value for token, value in update.bias.items() if value != -np.inf}
+    assert len(added) <= MAX_LOGIT_BIAS  # SamplingParams refuses more
+    bias_ids = np.full(MAX_LOGIT_BIAS, num_chunks * LANES, np.int32)
+    bias_values = np.zeros(MAX_LOGIT_BIAS, np.float32)
+    bias_ids[: len(added)] = list(added)
+    bias_values[: len(added)] = list(added.values())
+    return bias_ids, bias_values, marks.reshape(num_chunks, LANES)
+
+
+def set_row(
+    state: SamplerState,
+    slot: jax.Array,
+    bias_ids: jax.Array,
+    bias_values: jax.Array,
+    marks: jax.Array,
+) -> SamplerState:
+    """**DONATES** `state` under jit. Replaces all that `slot` holds.
+
+    Args:
+      slot: i32[]; max_num_seqs or more: dropped.
+      bias_ids, bias_values, marks: i32[MAX_LOGIT_BIAS], f32[MAX_LOGIT_BIAS], u16[C, LANES], as
+        `densify` makes them.
+    """
+    return SamplerState(
+        bias_ids=state.bias_ids.at[slot].set(bias_ids, mode="drop"),
+        bias_values=state.bias_values.at[slot].set(bias_values, mode="drop"),
+        marks=state.marks.at[slot].set(marks, mode="drop"),
+    )
+
+
+def sample(
+    logits: jax.Array, rows: DeviceRows, state: SamplerState
+) -> tuple[SamplerState, Sampled]:
+    """**DONATES** `state` under jit. Picks each row's token by that row's parameters.
+
+    In this order: logprobs of the raw logits; the slot's bias and bans; repetition, frequency and
+    presence penalty; then the likeliest token (ties: the lowest id) where temperature is 0, else
+    temperature, min_p, top_k, top_p and a draw. Rows with a target give that token.
+
+    A row whose logits hold NaN or +inf is corrupted: token 0, no logprobs. So is a row with no
+    token left, every logit -inf or banned. Other rows never notice.
+
+    Args:
+      logits: [R, V], any float dtype, V the vocabulary that `state` was made for.
+      rows: R rows.
+      state: of all slots; counts grow by one where `rows.counts` is 1 and the row is sound.
+    """
+    chunks = _chunked(logits)
+    raw_best, likeliest = _argmax(chunks)
+    adjusts = rows.slot < state.max_num_seqs
+    draws = (rows.temperature > 0) & (rows.target < 0)
+    best, tokens = lax.cond(
+        jnp.any(adjusts | draws),
+        lambda: _choose(chunks, raw_best, rows, state),
+        lambda: (raw_best, likeliest),
+    )
+    has_target = rows.target >= 0
+    corrupted = ~jnp.isfinite(raw_best) | (~jnp.isfinite(best) & ~has_target)
+    tokens = jnp.where(corrupted, 0, jnp.where(has_target, rows.target, tokens))
+    asked = (rows.num_logprobs >= 0) & ~corrupted
+    logprobs, ranks, top_ids, top_logprobs = _if_any(
+        asked, lambda: _report(chunks, raw_best, tokens, rows.num_logprobs, asked)
+    )
+    sampled = Sampled(tokens, logprobs, ranks, top_ids, top_logprobs, corrupted)
+    return _counted(state, rows, sampled), sampled
+
+
+def _choose(
+    chunks: jax.Array, raw_best: jax.Array, rows: DeviceRows, state: SamplerState
+) -> tuple[jax.Array, jax.Array]:
+    """The largest adjusted logit f32[R] and the token i32[R] of every row, drawn or likeliest."""
+    sound = jnp.isfinite(raw_best)[:, None, None]
+    logits = jnp.where(sound, chunks.astype(jnp.float32), 0.0)
+    logits = lax.cond(
+        jnp.any(rows.slot < state.max_num_seqs),
+        lambda: _adjusted(logits, rows, state),
+        lambda: logits,
+    )
+    best, likeliest = _argmax(logits)
+    draws = (rows.temperature > 0) & (rows.target < 0)
+    drawn = _if_any(draws, lambda: _draw(logits, best, rows, draws))
+    return best.astype(raw_best.dtype), jnp.where(draws, drawn, likeliest)
+
+
+def _adjusted(logits: jax.Array, rows: DeviceRows, state: SamplerState) -> jax.Array:
+    """f32[R, C, LANES] with each slot's bias and bans and the rows' penalties applied."""
+    num_rows, num_chunks, _ = logits.shape
+    bias_ids = state.bias_ids.at[rows.slot].get(mode="fill", fill_value=num_chunks * LANES)
+    bias = state.bias_values.at[rows.slot].get(mode="fill", fill_value=0)
+    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    logits = logits.at[row, bias_ids // LANES, bias_ids % LANES].add(bias, mode="drop")
+
+    marks = state.marks.at[rows.slot].get(mode="fill", fill_value=0).astype(jnp.int32)
+    count = (marks & MAX_COUNT).astype(jnp.float32)
+    was_generated = count > 0
+    was_seen = was_generated | (marks >= IN_PROMPT)
+    repetition = jnp.where(was_seen, rows.repetition_penalty[:, None, None], 1.0)
+    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = logits - rows.frequency_penalty[:, None, None] * count
+    logits = logits - jnp.where(was_generated, rows.presence_penalty[:, None, None], 0.0)
+    return jnp.where((marks & BANNED) != 0, -jnp.inf, logits)
+
+
+def _draw(logits: jax.Array, best: jax.Array, rows: DeviceRows, draws: jax.Array) -> jax.Array:
+    """A token i32[R] of each row in `draws`, by its temperature, min_p, top_k, top_p and key.
+
+    Gumbel-max: the token whose log-likelihood plus noise is largest. Each token's noise depends on
+    the key and the token id alone, so logits that differ by 1e-6 (another bucket, another page
+    size) draw another token only where two sums lie that close. Inverse-CDF would shift every
+    later boundary of the cumulative sum, and depends on how that sum was rounded.
+
+    In two stages, the largest of the noisy tokens of a lane being distributed as one noisy token
+    of the lane's whole mass: first a lane by its mass, then a token of that lane. It takes LANES +
+    C random numbers a row instead of LANES * C, which on a CPU cost more than all the rest.
+    """
+    temperature = jnp.where(draws, rows.temperature, 1.0)[:, None, None]
+    top = jnp.where(jnp.isfinite(best), best, 0.0)[:, None, None]
+    likelihood = jnp.exp((logits - top) / temperature)  # f32[R, C, LANES], the largest is 1
+    likelihood = jnp.where(likelihood >= LEAST_LIKELIHOOD, likelihood, 0.0)
+    likelihood = _kept(likelihood, rows, draws)
+
+    num_chunks = logits.shape[1]
+    noise = _noise(rows, max(LANES, num_chunks))
+    lane_mass = jnp.sum(likelihood, axis=1)  # f32[R, LANES]
+    lane = _argmax_small(jnp.log(lane_mass) + noise[:, :LANES, 0])
+    of_lane = jnp.take_along_axis(likelihood, lane[:, None, None], axis=2)[:, :, 0]  # f32[R, C]
+    chunk = _argmax_small(jnp.log(of_lane) + noise[:, :num_chunks, 1])
+    return chunk * LANES + lane
+
+
+def _noise(rows: DeviceRows, num_values: int) -> jax.Array:
+    """f32[R, num_values, 2] Gumbel noise, a function of (seed, sample, position) and the index.
+
+    Threefry by name, and `fold_in` for every index: its value does not hang on JAX's settings nor
+    on `num_values`, as that of `jax.random.bits` does.
+    """
+    index = jnp.arange(num_values, dtype=jnp.int32)
+
+    def bits_of_row(seed: jax.Array, sample: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, sample), position)
+        return jax.random.key_data(jax.vmap(lambda i: jax.random.fold_in(key, i))(index))
+
+    bits = jax.vmap(bits_of_row)(rows.seed, rows.sample, rows.position)  # u32[R, num_values, 2]
+    # Uniform in (0, 1), finest near 0, where the large noise values come from; never 1, or the
+    # noise would be -inf.
+    uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    return -jnp.log(-jnp.log1p(-uniform))
+
+
+def _kept(likelihood: jax.Array, rows: DeviceRows, draws: jax.Array) -> jax.Array:
+    """f32[R, C, LANES]: `likelihood`, 0 for tokens that min_p, top_k or top_p drop."""
+    filters = draws & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
+    # No row filtered: everything >= 0 is kept, which zeros for all three say too.
+    threshold, ties_from = _if_any(filters, lambda: _limits(likelihood, rows, draws))
+    threshold = threshold[:, None, None]
+    tie_kept = _rank_of_ids(likelihood.shape[1]) >= ties_from[:, None, None]
+    keep = (likelihood > threshold) | ((likelihood == threshold) & tie_kept)
+    return jnp.where(keep, likelihood, 0.0)
+
+
+def _limits(
+    likelihood: jax.Array, rows: DeviceRows, draws: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What a row keeps: likelihoods above f32[R] `threshold`, and of those equal to it the first.
+
+    Tokens are ordered by likelihood, then id. min_p drops those below its fraction of the
+    likeliest; top_k keeps the first k of the rest; top_p keeps the shortest run of those whose
+    mass reaches its fraction of theirs. At least one token stays.
+
+    Returns:
+      threshold, and `ties_from` f32[R]: of tokens at the threshold, those with `_rank_of_ids` >=
+      it stay.
+    """
+    floor = jnp.maximum(rows.min_p, LEAST_LIKELIHOOD)  # f32[R]
+    by_k = draws & (rows.top_k > 0)
+    k = rows.top_k.astype(jnp.float32)
+    threshold = _search(likelihood, k, floor, by_k, by_mass=False)
+    above, above_mass, equal = _totals(likelihood, threshold)
+    num_ties = jnp.where(by_k, jnp.clip(k - above, 1, equal), equal)  # kept at the threshold
+
+    by_p = draws & (rows.top_p < 1)
+    mass = rows.top_p * (above_mass + threshold * num_ties)
+    p_threshold = _search(likelihood, mass, threshold, by_p, by_mass=True)
+    _, above_mass, p_equal = _totals(likelihood, p_threshold)
+    most = jnp.where(p_threshold > threshold, p_equal, num_ties)
+    needed = jnp.ceil((mass - above_mass) / p_threshold)
+    num_ties = jnp.where(by_p, jnp.clip(needed, 1, most), num_ties)
+
+    drops_ties = p_equal > num_ties
+    ties_from = _if_any(
+        drops_ties, lambda: _ties_from(likelihood, p_threshold, num_ties, drops_ties)
+    )
+    return p_threshold, ties_from
+
+
+def _ties_from(
+    likelihood: jax.Array, threshold: jax.Array, num_ties: jax.Array, drops_ties: jax.Array
+) -> jax.Array:
+    """f32[R] least `_rank_of_ids` of the `num_ties` lowest ids at the threshold; 0: all stay."""
+    rank = _rank_of_ids(likelihood.shape[1])
+    tied = jnp.where(likelihood == threshold[:, None, None], rank, 0.0)
+    found = _search(tied, num_ties, jnp.ones_like(threshold), drops_ties, by_mass=False)
+    return jnp.where(drops_ties, found, 0.0)
+
+
+def _search(
+    values: jax.Array, target: jax.Array, floor: jax.Array, active: jax.Array, *, by_mass: bool
+) -> jax.Array:
+    """f32[R]: the largest t >= floor such that the values >= t number, or sum to, `target`.
+
+    Bisects on the bits of t: those of positive floats are ordered as the floats are, so 31 halvings
+    end at one float whatever the scale. A row ends early when its values >= t already are the
+    fewest that reach the target; t then need not be one of them.
+
+    Args:
+      values: f32[R, C, LANES], >= 0.
+      target: f32[R], > 0; out of reach of the values >= floor: the answer is the floor.
+      floor: f32[R], > 0.
+      active: bool[R], False: the answer is the floor.
+    """
+
+    def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        t = lax.bitcast_convert_type(middle, jnp.float32)
+        weights = values if by_mass else jnp.ones_like(values)
+        total = _sum(jnp.where(values >= t[:, None, None], weights, 0.0))
+        reached = total >= target
+        is_fewest = reached & (total - (t if by_mass else jnp.ones_like(t)) < target)
+        low, high = jnp.where(reached, middle, low), jnp.where(reached, high, middle)
+        return low, jnp.where(is_fewest & (middle + 1 < high), middle + 1, high)
+
+    low = lax.bitcast_convert_type(floor, jnp.int32)
+    past_all = lax.bitcast_convert_type(_max(values), jnp.int32) + 1
+    high = jnp.where(active, jnp.maximum(past_all, low + 1), low + 1)
+    low, _ = lax.while_loop(lambda b: jnp.any(b[1] - b[0] > 1), halve, (low, high))
+    return lax.bitcast_convert_type(low, jnp.float32)
+
+
+def _totals(values: jax.Array, threshold: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """f32[R] each: how many values exceed the threshold, their sum, how many equal it."""
+    limit = threshold[:, None, None]
+    above = values > limit
+    return (
+        _sum(above.astype(jnp.float32)),
+        _sum(jnp.where(above, values, 0.0)),
+        _sum((values == limit).astype(jnp.float32)),
+    )
+
+
+def _report(
+    chunks: jax.Array,
+    raw_best: jax.Array,
+    tokens: jax.Array,
+    num_logprobs: jax.Array,
+    asked: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Logprob f32[R] and rank i32[R] of `tokens`, and the likeliest: ids, logprobs [R, 20]."""
+    best = raw_best.astype(jnp.float32)
+    logits = chunks.astype(jnp.float32)
+    log_total = best + jnp.log(_sum(jnp.exp(logits - best[:, None, None])))
+    row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    chosen = logits[row, tokens // LANES, tokens % LANES]
+    limit = chosen[:, None, None]
+    is_lower_id = _ids(chunks.shape[1]) < tokens[:, None, None]
+    is_likelier = (logits > limit) | ((logits == limit) & is_lower_id)
+    rank = 1 + _sum(is_likelier.astype(jnp.float32)).astype(jnp.int32)
+
+    top_ids, top_logits = _if_any(asked & (num_logprobs > 0), lambda: _likeliest(chunks))
+    column = jnp.arange(MAX_LOGPROBS, dtype=jnp.int32)[None, :]
+    wanted = asked[:, None] & (column < num_logprobs[:, None])
+    return (
+        jnp.where(asked, chosen - log_total, 0.0),
+        jnp.where(asked, rank, 0),
+        jnp.where(wanted, top_ids, 0),
+        jnp.where(wanted, top_logits - log_total[:, None], 0.0),
+    )
+
+
+def _likeliest(chunks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The MAX_LOGPROBS likeliest: ids i32, logits f32 [R, MAX_LOGPROBS]; ties by id.
+
+    Exact: a token outside the n chunks of largest maxima has n tokens before it, those maxima.
+    """
+    num_rows, num_chunks, _ = chunks.shape
+    n = min(MAX_LOGPROBS, num_chunks)
+    _, best_chunks = lax.top_k(_plain_zero(jnp.max(chunks, axis=2)), n)
+    best_chunks = jnp.sort(best_chunks, axis=1)  # by id again, so that ties keep their order
+    candidates = jnp.take_along_axis(chunks, best_chunks[:, :, None], axis=1)
+    candidates = _plain_zero(candidates.reshape(num_rows, n * LANES))
+    logits, index = lax.top_k(candidates, MAX_LOGPROBS)
+    ids = jnp.take_along_axis(best_chunks, index // LANES, axis=1) * LANES + index % LANES
+    return ids, logits
+
+
+def _counted(state: SamplerState, rows: DeviceRows, sampled: Sampled) -> SamplerState:
+    """The state with each row's token counted where the row says so."""
+    counts = (rows.counts > 0) & ~sampled.corrupted
+    slot = jnp.where(counts, rows.slot, state.max_num_seqs)
+    where = (slot, sampled.tokens // LANES, sampled.tokens % LANES)
+    # A gather and a set: slots are distinct, and the count must stop at its maximum.
+    marks = state.marks.at[where].get(mode="fill", fill_value=0)
+    grown = marks + ((marks & MAX_COUNT) < MAX_COUNT).astype(marks.dtype)
+    return replace(state, marks=state.marks.at[where].set(grown, mode="drop"))
+
+
+def _chunked(logits: jax.Array) -> jax.Array:
+    """[R, C, LANES] in the logits' dtype, padded with -inf."""
+    num_rows, vocab_size = logits.shape
+    num_chunks = _num_chunks(vocab_size)
+    padding = num_chunks * LANES - vocab_size
+    padded = jnp.pad(logits, ((0, 0), (0, padding)), constant_values=-jnp.inf)
+    return padded.reshape(num_rows, num_chunks, LANES)
+
+
+def _argmax(chunks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Largest value [R] and its lowest id i32[R]; where a row holds NaN, (inf, meaningless).
+
+    NaN is replaced first: a maximum over NaN is the other value on some devices.
+    """
+    clean = jnp.where(jnp.isnan(chunks), jnp.inf, chunks)
+    of_chunk = jnp.max(clean, axis=2)  # [R, C]
+    best = jnp.max(of_chunk, axis=1)
+    chunk = _first(of_chunk == best[:, None])
+    values = jnp.take_along_axis(clean, chunk[:, None, None], axis=1)[:, 0]  # [R, LANES]
+    return best, chunk * LANES + _first(values == best[:, None])
+
+
+def _argmax_small(values: jax.Array) -> jax.Array:
+    """i32[R] index of the largest of f32[R, n]."""
+    return lax.argmax(values, 1, jnp.int32)
+
+
+def _first(flags: jax.Array) -> jax.Array:
+    """i32[R] index of the first True of bool[R, n]."""
+    return lax.argmax(flags, 1, jnp.int32)
+
+
+def _sum(values: jax.Array) -> jax.Array:
+    """f32[R] of f32[R, C, LANES], lane by lane; the barrier keeps XLA from one long serial sum."""
+    return jnp.sum(lax.optimization_barrier(jnp.sum(values, axis=1)), axis=1)
+
+
+def _max(values: jax.Array) -> jax.Array:
+    return jnp.max(values, axis=(1, 2))
+
+
+def _plain_zero(values: jax.Array) -> jax.Array:
+    """float32 without -0: `top_k` puts it below 0, where equal logits go by id."""
+    values = values.astype(jnp.float32)
+    return jnp.where(values == 0, 0.0, values)
+
+
+def _ids(num_chunks: int) -> jax.Array:
+    """i32[1, C, LANES] token ids."""
+    return jnp.arange(num_chunks * LANES, dtype=jnp.int32).reshape(1, num_chunks, LANES)
+
+
+def _rank_of_ids(num_chunks: int) -> jax.Array:
+    """f32[1, C, LANES], C * LANES for id 0 down to 1: low ids first, exact below 2^24."""
+    return (num_chunks * LANES - _ids(num_chunks)).astype(jnp.float32)
+
+
+def _num_chunks(vocab_size: int) -> int:
+    return -(-vocab_size // LANES)
+
+
+def _if_any[T](asked: jax.Array, compute: Callable[[], T]) -> T:
+    """`compute()` when any element is True, else zeros of its shapes, at no cost."""
+    shapes = jax.eval_shape(compute)
+    return lax.cond(
+        jnp.any(asked),
+        compute,
+        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+    )
