@@ -121,7 +121,7 @@ class ModelRunner:
           cache_dtype: of keys and values in pages.
           implementation: of paged attention; None: the best for the device.
         """
-        self._model = model
+        self.model = model
         self._config = config
         self._cache_dtype = cache_dtype
         self._implementation = implementation
@@ -175,7 +175,7 @@ class ModelRunner:
 
     def _call(self, bucket: int, packed: np.ndarray) -> jax.Array:
         self.kv_cache, self._sampler, result = self._steps[bucket](
-            self._model.leaves, self.kv_cache, self._sampler, packed
+            self.model.leaves, self.kv_cache, self._sampler, packed
         )
         return result
 
@@ -193,7 +193,7 @@ class ModelRunner:
     def _run_row_update(self, update: RowUpdate) -> None:
         if self._set_row is None:
             raise RuntimeError("`warm_up` must be called before `run`.")
-        row = sampling.densify(update, self._model.vocab_size)
+        row = sampling.densify(update, self.model.vocab_size)
         self._sampler = self._set_row(self._sampler, np.int32(update.slot), *row)
 
     @property
@@ -202,27 +202,27 @@ class ModelRunner:
 
     def _new_cache(self) -> KVCache:
         return kv_caches.init_kv_cache(
-            num_layers=self._model.num_layers,
+            num_layers=self.model.num_layers,
             num_pages=self._config.num_pages,
-            num_kv_heads=self._model.num_kv_heads,
+            num_kv_heads=self.model.num_kv_heads,
             page_size=self._config.page_size,
-            head_dim=self._model.head_dim,
+            head_dim=self.model.head_dim,
             dtype=self._cache_dtype,
         )
 
     def _lower(self, bucket: int) -> jax.stages.Lowered:
         layout = self.layout(bucket)
-        step = functools.partial(_step, self._model.merge, layout, self._implementation)
+        step = functools.partial(_step, self.model.merge, layout, self._implementation)
         jitted = jax.jit(step, donate_argnums=(1, 2))
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-        return jitted.lower(self._model.leaves, self.kv_cache, self._sampler, packed)
+        return jitted.lower(self.model.leaves, self.kv_cache, self._sampler, packed)
 
     def _compile_updates(self) -> None:
         pairs = np.full((2, self._copy_width), self._config.num_pages, np.int32)
         copy = jax.jit(_copy_pages, donate_argnums=0).lower(self.kv_cache, pairs).compile()
         self.kv_cache = copy(self.kv_cache, pairs)
         empty = RowUpdate(0, {}, None, {}, frozenset())
-        row = sampling.densify(empty, self._model.vocab_size)
+        row = sampling.densify(empty, self.model.vocab_size)
         update = jax.jit(sampling.set_row, donate_argnums=0)
         set_row = update.lower(self._sampler, np.int32(0), *row).compile()
         self._sampler = set_row(self._sampler, np.int32(0), *row)

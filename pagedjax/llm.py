@@ -1,0 +1,273 @@
+"""`LLM`: the front door of the library. Loads a model, starts the engine, answers lists of prompts.
+
+A facade by composition: `llm.engine` is the engine, `llm.report` what start-up decided.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from pagedjax import device
+from pagedjax.chat_template import ChatTemplate, encode_chat
+from pagedjax.config import EngineConfig
+from pagedjax.engine import prompt_fields
+from pagedjax.errors import ConfigError, RequestError
+from pagedjax.request import RequestOutput, SamplingParams
+from pagedjax.startup import ModelFacts, start_engine
+from pagedjax.tokenizer import TextTokenizer, Tokenizer
+from pagedjax.weights import LoadedModel, load_model, resolve_model
+
+type Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """Answers prompts with a model on paged memory.
+
+    >>> llm = LLM("smollm2-135m-instruct")  # doctest: +SKIP
+    >>> llm.generate("The sea is", SamplingParams(max_tokens=8))[0].outputs[0].text
+    """
+
+    def __init__(
+        self,
+        model: Any = "smollm2-135m-instruct",
+        *,
+        tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
+        chat_template: str | None = None,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> None:
+        """Loads, sizes the pool and compiles; afterwards nothing compiles any more.
+
+        Args:
+          model: a directory in Hugging Face's layout, a `.gguf` file, a hub id (with a network),
+            `"smollm2-135m-instruct"`; or a model of your own (see `pagedjax.models.contract`).
+          tokenizer: what `encode`s and `decode`s, or a directory with a tokenizer.json; None: the
+            model's own. Without one, prompts are token ids and answers have no text.
+          chat_template: Jinja source for `chat`; None: the model's own.
+          progress: show progress while loading and compiling; None: on a terminal.
+          **options: of the engine, see `pagedjax.config.EngineConfig`.
+
+        Raises:
+          ConfigError, ModelFormatError, CapacityError: with what to change.
+        """
+        config = EngineConfig.from_options(options)
+        loaded: LoadedModel | None = None
+        started = time.monotonic()
+        if isinstance(model, str | os.PathLike):
+            loaded = load_model(
+                resolve_model(os.fspath(model)),
+                dtype=config.dtype,
+                default_dtype=device.defaults().dtype,
+            )
+        self.tokenizer = _tokenizer(tokenizer, loaded)
+        self.model_name = type(model).__name__ if loaded is None else loaded.name
+        self.default_params: dict[str, Any] = {} if loaded is None else dict(loaded.default_params)
+        self._template = _template(chat_template, loaded, self.tokenizer)
+        facts = _facts(model, loaded, self.tokenizer, time.monotonic() - started)
+        self._terminal = sys.stderr.isatty()
+        with _CompileBar(self._terminal if progress is None else progress) as bar:
+            self.engine, self.report = start_engine(
+                model if loaded is None else loaded.model, self.tokenizer, config, facts, bar
+            )
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one prompt or a list of them; outputs are in input order.
+
+        Args:
+          prompts: text, a list of token ids, a mapping with `prompt` or `prompt_token_ids` and
+            `cache_salt`, or a list of any of these.
+          params: for all, or a list with one for each; None: the model's defaults.
+          use_tqdm: show a progress bar; None: on a terminal.
+
+        A prompt that cannot be served gets an output whose `error` says why; the others run.
+        """
+        items = _as_list(prompts)
+        each = self._params(params, len(items))
+        return self._run(items, each, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them with the model's chat template.
+
+        Args:
+          messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
+          params, use_tqdm: as for `generate`.
+        """
+        first = messages[0] if isinstance(messages, Sequence) and messages else None
+        items: list[Any] = [messages] if isinstance(first, Mapping) else list(messages)
+        each = self._params(params, len(items))
+        prompts: list[Any] = []
+        for item in items:
+            try:
+                prompts.append(self.encode_chat(item))
+            except RequestError as error:
+                prompts.append(error)
+        return self._run(prompts, each, use_tqdm)
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """Token ids of a conversation, with the prompt for the answer.
+
+        Raises:
+          RequestError: there is no template, or the messages do not fit it.
+        """
+        if self._template is None or self.tokenizer is None:
+            raise RequestError(
+                "`messages` must not be used with this model: it has no chat template. "
+                "Use a prompt, or give `chat_template`.",
+                param="messages",
+            )
+        return encode_chat(self.tokenizer, self._template, messages)
+
+    def _params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if params is None:
+            return [SamplingParams.from_dict(self.default_params)] * count
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise ValueError(
+                f"`params` must be one SamplingParams or as many as prompts ({count}). "
+                f"Got {len(params)}."
+            )
+        return list(params)
+
+    def _run(
+        self, items: list[Any], params: list[SamplingParams], use_tqdm: bool | None
+    ) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        order = [f"request-{next(self._ids)}" for _ in items]
+        for request_id, item, each in zip(order, items, params, strict=True):
+            try:
+                self._add(request_id, item, each)
+            except RequestError as error:
+                outputs[request_id] = _failed(request_id, item, error)
+        show = self._terminal if use_tqdm is None else use_tqdm
+        try:
+            with tqdm(total=len(items), disable=not show, unit="prompt") as bar:
+                bar.update(len(outputs))
+                self._drain(outputs, bar)
+        except BaseException:  # Ctrl-C too: what was asked here must not run on later
+            for request_id in order:
+                self.engine.abort(request_id)
+            raise
+        return [outputs[request_id] for request_id in order]
+
+    def _add(self, request_id: str, item: Any, params: SamplingParams) -> None:
+        if isinstance(item, RequestError):
+            raise item
+        prompt, salt = prompt_fields(item)
+        self.engine.add_request(request_id, prompt, params, cache_salt=salt)
+
+    def _drain(self, outputs: dict[str, RequestOutput], bar: Any) -> None:
+        started, generated = time.monotonic(), 0
+        while self.engine.has_unfinished:
+            for output in self.engine.step():
+                outputs[output.request_id] = output
+                generated += sum(len(sample.token_ids) for sample in output.outputs)
+                seconds = max(time.monotonic() - started, 1e-9)
+                bar.set_postfix_str(f"{generated / seconds:.1f} tok/s", refresh=False)
+                bar.update()
+
+
+class _CompileBar:
+    """A progress bar over compiled step shapes, made when the first one is done."""
+
+    def __init__(self, show: bool) -> None:
+        self._bar = tqdm(desc="compiling", unit="shape", disable=not show, leave=False)
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+
+    def __enter__(self) -> _CompileBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    items = list(prompts)
+    is_ids = bool(items) and all(isinstance(i, int) and not isinstance(i, bool) for i in items)
+    return [items] if is_ids else items
+
+
+def _failed(request_id: str, item: Any, error: RequestError) -> RequestOutput:
+    return RequestOutput(
+        request_id=request_id,
+        prompt=item if isinstance(item, str) else None,
+        prompt_token_ids=[],
+        outputs=[],
+        finished=True,
+        error=error,
+    )
+
+
+def _tokenizer(given: Any, loaded: LoadedModel | None) -> Tokenizer | None:
+    if isinstance(given, str | os.PathLike):
+        return TextTokenizer.from_directory(Path(given))
+    if given is not None:
+        for name in ("encode", "decode"):
+            if not callable(getattr(given, name, None)):
+                raise ConfigError(
+                    f"`tokenizer` must have a method `{name}` (see pagedjax.tokenizer.Tokenizer). "
+                    f"Got {type(given).__name__}."
+                )
+        return given
+    if loaded is None:
+        return None
+    if loaded.gguf_metadata is not None:
+        return TextTokenizer.from_gguf(loaded.gguf_metadata)
+    return TextTokenizer.from_directory(loaded.directory)
+
+
+def _template(
+    source: str | None, loaded: LoadedModel | None, tokenizer: Tokenizer | None
+) -> ChatTemplate | None:
+    own = None if loaded is None else getattr(tokenizer, "chat_template", None)
+    source = source or own
+    if source is None or tokenizer is None:
+        return None
+    return ChatTemplate(
+        source,
+        bos_token=getattr(tokenizer, "bos_token", None),
+        eos_token=getattr(tokenizer, "eos_token", None),
+    )
+
+
+def _facts(
+    model: Any, loaded: LoadedModel | None, tokenizer: Tokenizer | None, seconds: float
+) -> ModelFacts:
+    eos = frozenset[int]() if tokenizer is None else frozenset(tokenizer.eos_token_ids)
+    if loaded is None:
+        longest = getattr(model, "max_model_len", None)
+        return ModelFacts(name=type(model).__name__, max_model_len=longest, eos_token_ids=eos)
+    return ModelFacts(
+        name=loaded.name,
+        max_model_len=loaded.max_model_len,
+        eos_token_ids=eos | loaded.eos_token_ids,
+        load_seconds=seconds,
+    )

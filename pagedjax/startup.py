@@ -1,0 +1,257 @@
+"""Start-up: from a model and options to a warm engine, and the report of what was decided.
+
+Resolves every "choose for the device" into a number, sizes the pool, compiles all buckets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pagedjax import device, environment
+from pagedjax.capacity import GIB, PageLayout, PoolSize, pool_budget, size_pool
+from pagedjax.config import EngineConfig, SchedulerConfig, check_page_size
+from pagedjax.engine import LLMEngine
+from pagedjax.errors import ConfigError
+from pagedjax.models import contract
+from pagedjax.models.contract import FlatModel
+from pagedjax.runner import ModelRunner
+from pagedjax.scheduler import Scheduler
+from pagedjax.tokenizer import Tokenizer
+
+logger = logging.getLogger("pagedjax")
+
+type Progress = Callable[[int, int], None]  # compiled shapes: done, of
+
+
+@dataclass(frozen=True, slots=True)
+class StartupReport:
+    """What an operator wants to know of a running engine."""
+
+    model: str
+    device: str
+    dtype: str
+    attention: str  # implementation, and why
+    weights_bytes: int
+    load_seconds: float
+    memory_free_bytes: int  # before the pool was allocated
+    pool_bytes: int
+    page_size: int
+    num_pages: int
+    page_bytes: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_concurrency: float  # requests of max_model_len at once
+    buckets: tuple[int, ...]
+    compile_seconds: float
+    total_seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        tokens = int(self.max_concurrency * self.max_model_len)
+        return [
+            f"Model {self.model} in {self.dtype} on {self.device}: weights "
+            f"{self.weights_bytes / GIB:.2f} GiB, loaded in {self.load_seconds:.1f} s",
+            f"Memory: {self.memory_free_bytes / GIB:.2f} GiB free, "
+            f"{self.pool_bytes / GIB:.2f} GiB for the KV cache: {self.num_pages} pages of "
+            f"{self.page_size} tokens, {self.page_bytes:,} bytes a page",
+            f"KV cache size: {tokens:,} tokens. Maximum concurrency for {self.max_model_len:,} "
+            f"tokens per request: {self.max_concurrency:.2f}x",
+            f"Attention: {self.attention}. Steps of at most {self.max_num_seqs} sequences and "
+            f"{self.max_num_batched_tokens} tokens",
+            f"Compiled {len(self.buckets)} step shapes {list(self.buckets)} in "
+            f"{self.compile_seconds:.1f} s (with what the compilation cache held)",
+            f"Start-up took {self.total_seconds:.1f} s",
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What start-up has to know of a model beside its parameters."""
+
+    name: str
+    max_model_len: int | None  # None: the options must say it
+    eos_token_ids: frozenset[int] = frozenset()
+    load_seconds: float = 0.0
+
+
+def start_engine(
+    model: Any,
+    tokenizer: Tokenizer | None,
+    options: EngineConfig,
+    facts: ModelFacts,
+    progress: Progress | None = None,
+) -> tuple[LLMEngine, StartupReport]:
+    """Checks the model, sizes the pool, compiles every step shape.
+
+    Raises:
+      ConfigError: the model breaks the contract, or options contradict each other.
+      CapacityError: one request of `max_model_len` does not fit.
+    """
+    started = time.monotonic()
+    keep_compiled_steps()
+    flat = contract.flatten(model)
+    cache_dtype = flat.dtype if options.dtype == "auto" else jnp.dtype(options.dtype)
+    contract.check(flat, cache_dtype)
+    free = device.memory().free
+    config, layout, pool = _resolve(flat, options, facts, cache_dtype)
+    runner = ModelRunner(
+        flat, config, cache_dtype=cache_dtype, implementation=options.attention_implementation
+    )
+    compiling = time.monotonic()
+    runner.warm_up(progress)
+    now = time.monotonic()
+    engine = LLMEngine(
+        Scheduler(config),
+        runner,
+        tokenizer,
+        seed=options.seed,
+        eos_token_ids=facts.eos_token_ids,
+    )
+    report = StartupReport(
+        model=facts.name,
+        device=device.name(),
+        dtype=str(cache_dtype),
+        attention=_attention(options),
+        weights_bytes=flat.num_bytes,
+        load_seconds=facts.load_seconds,
+        memory_free_bytes=free,
+        pool_bytes=runner.kv_cache.nbytes,
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        page_bytes=layout.page_bytes,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_concurrency=pool.concurrency(layout),
+        buckets=config.buckets,
+        compile_seconds=now - compiling,
+        total_seconds=now - started + facts.load_seconds,
+    )
+    for line in report.lines():
+        logger.info(line)
+    return engine, report
+
+
+def keep_compiled_steps() -> None:
+    """Turns on JAX's persistent compilation cache, unless the user set or disabled one."""
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    folder = environment.read().cache_dir
+    if folder is None:
+        return
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            logger.warning("not using %s for compiled steps: it belongs to another user", folder)
+            return
+    except OSError as error:
+        logger.warning("not keeping compiled steps: %s", error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _resolve(
+    flat: FlatModel, options: EngineConfig, facts: ModelFacts, cache_dtype: jnp.dtype
+) -> tuple[SchedulerConfig, PageLayout, PoolSize]:
+    defaults = device.defaults()
+    page_size = options.page_size or defaults.page_size
+    check_page_size(page_size)
+    layout = PageLayout(
+        flat.num_layers, flat.num_kv_heads, flat.head_dim, page_size, cache_dtype.itemsize
+    )
+    max_num_seqs = options.max_num_seqs or min(
+        defaults.max_num_seqs, options.max_num_batched_tokens or defaults.max_num_seqs
+    )
+    model_len = _model_len(options, facts)
+    pool = size_pool(
+        layout,
+        budget=_budget(flat, options, layout),
+        model_len=model_len,
+        asked_len=options.max_model_len,
+        asked_pages=options.num_pages,
+        max_num_seqs=max_num_seqs,
+    )
+    most_tokens = max_num_seqs * pool.max_model_len
+    tokens = options.max_num_batched_tokens or max(
+        max_num_seqs, min(defaults.max_num_batched_tokens, most_tokens)
+    )
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=tokens,
+        max_model_len=pool.max_model_len,
+        page_size=page_size,
+        num_pages=pool.num_pages,
+        vocab_size=flat.vocab_size,
+        enable_prefix_caching=options.enable_prefix_caching,
+    )
+    return config, layout, pool
+
+
+def _model_len(options: EngineConfig, facts: ModelFacts) -> int:
+    if facts.max_model_len is None:
+        if options.max_model_len is None:
+            raise ConfigError(
+                "`max_model_len` must be given: the model does not say how long a sequence may "
+                "be. Pass `max_model_len=...`, or give the model an attribute `max_model_len`."
+            )
+        return options.max_model_len
+    if options.max_model_len is not None and options.max_model_len > facts.max_model_len:
+        raise ConfigError(
+            f"`max_model_len` must be at most {facts.max_model_len}, what the model was made for. "
+            f"Got {options.max_model_len}."
+        )
+    return facts.max_model_len
+
+
+def _budget(flat: FlatModel, options: EngineConfig, layout: PageLayout) -> int:
+    """Bytes that the pool may take, before anything is allocated for it."""
+    memory = device.memory()
+    temporaries = 0
+    if device.platform() != "cpu" and options.num_pages is None:
+        temporaries = _step_bytes(flat, options, layout)
+    return pool_budget(
+        on_cpu=device.platform() == "cpu",
+        free_bytes=memory.free - temporaries,
+        total_bytes=memory.total,
+        utilization=options.memory_utilization,
+    )
+
+
+def _step_bytes(flat: FlatModel, options: EngineConfig, layout: PageLayout) -> int:
+    """Temporaries of the largest step, compiled once over a pool of two pages."""
+    defaults = device.defaults()
+    seqs = options.max_num_seqs or defaults.max_num_seqs
+    tokens = options.max_num_batched_tokens or defaults.max_num_batched_tokens
+    probe = SchedulerConfig(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=max(seqs, tokens),
+        max_model_len=layout.page_size,
+        page_size=layout.page_size,
+        num_pages=2,
+        vocab_size=flat.vocab_size,
+    )
+    runner = ModelRunner(
+        flat, probe, cache_dtype=flat.dtype, implementation=options.attention_implementation
+    )
+    return runner.temp_bytes(probe.buckets[-1])
+
+
+def _attention(options: EngineConfig) -> str:
+    if options.attention_implementation is not None:
+        return f"{options.attention_implementation} (asked for)"
+    return f"xla (the portable one; device is a {device.platform().upper()})"
