@@ -61,11 +61,12 @@ python_commands() {
 
 # Real interpreters, one a line, those that the pins were tested on first.
 python_candidates() {
-  local newest command
+  local commands newest command
+  commands="$(python_commands | awk '!seen[$0]++')"
   for newest in 13 99; do
-    python_commands | while IFS= read -r command; do
+    while IFS= read -r command; do
       usable_python "$command" "$newest" || true
-    done
+    done <<<"$commands"
   done | awk '!seen[$0]++'
 }
 
@@ -87,6 +88,9 @@ create_venv() {
 
 rebuild_venv() {
   local candidates candidate
+  if [ -n "${PYTHON:-}" ] && [ -z "$(usable_python "$PYTHON" 99)" ]; then
+    say "warning: PYTHON=$PYTHON does not run as Python 3.12 or newer; looking for another one"
+  fi
   candidates="$(python_candidates)"
   if command -v uv >/dev/null 2>&1; then candidates="$candidates
 uv"; fi
@@ -107,9 +111,6 @@ uv"; fi
 # An environment holds absolute paths: one that was moved with its checkout must be made again.
 ensure_venv() {
   local home
-  if [ -n "${PYTHON:-}" ] && [ -z "$(usable_python "$PYTHON" 99)" ]; then
-    say "warning: PYTHON=$PYTHON does not run as Python 3.12 or newer; looking for another one"
-  fi
   home="$(cat "$STATE/root" 2>/dev/null || true)"
   if [ "$home" != "$ROOT" ] || ! venv_works; then
     if [ -e "$VENV" ]; then say "Rebuilding .venv: it is unfinished, broken or was moved"; fi
@@ -129,13 +130,13 @@ print(digest.hexdigest())
 PY
 }
 
-# Runs pip in $VENV: its log goes to a file, its milestones to the terminal, and the end of its log
-# too when it fails.
+# Runs pip in $VENV. Its log goes to a file, its milestones to the terminal, and the end of the log
+# too when it fails. Modules are not compiled: Python compiles those that it uses, when it does.
 run_pip() {
   local status=0
   mkdir -p "$STATE"
   "$VENV_PYTHON" -m pip install --no-input --disable-pip-version-check --no-color \
-    --progress-bar off "$@" 2>&1 | tee "$LOG" | pip_milestones >&2 || status=$?
+    --no-compile --progress-bar off "$@" 2>&1 | tee "$LOG" | pip_milestones >&2 || status=$?
   if [ "$status" -ne 0 ]; then
     tail -n 25 "$LOG" >&2
     die "pip could not install $* (the end of its log is above, all of it in $LOG)." \
@@ -146,10 +147,10 @@ run_pip() {
 # Of pip's output, what a person waits for: large downloads and the last step.
 pip_milestones() {
   awk '
-    /^ *(Downloading|Using cached) .*\([0-9.]+ [MG]B\)/ { print "  " $0; fflush() }
-    /^Installing collected packages/ {
-      print "  installing " NF - 3 " packages (about a minute on a small machine)"; fflush()
-    }'
+    /^ *(Downloading|Using cached) .*\([0-9.]+ [MG]B\)/ {
+      sub(/-(cp|py)[0-9][^ ]*\.whl/, ""); sub(/^ */, "  "); print; fflush()
+    }
+    /^Installing collected packages/ { print "  Unpacking " NF - 3 " package(s)"; fflush() }'
 }
 
 # ensure_installed EXTRA...: the project, editable, with these extras of pyproject.toml.
