@@ -1,7 +1,7 @@
 """Token ids to text as they come, one sequence at a time: `Detokenizer`.
 
-Owns the bytes that are not yet a character and the text that may yet become a stop string. What was
-given out is never taken back: all pushes and the finish joined are the text, cut at the stop string.
+Owns the bytes that are not yet a character and the text that may yet become a stop string. What
+was given out is never taken back: all pushes and the finish joined are the text, cut at the stop.
 Knows nothing of eos or stop ids, requests or scheduling.
 """
 

@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, cast, runtime_checkable
 
 import tokenizers
@@ -39,7 +40,7 @@ class Tokenizer(Protocol):
     eos_token_ids: frozenset[int] = frozenset()
     bos_token_id: int | None = None
     add_bos: bool = False
-    special_tokens: Mapping[str, int] = {}
+    special_tokens: Mapping[str, int] = MappingProxyType({})
     chat_template: str | None = None
     is_bytewise: bool = False
     dropped_prefix: str = ""
@@ -72,7 +73,7 @@ class Tokenizer(Protocol):
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a completion's prompt: special tokens recognised, one bos before it if it wants one."""
+    """Ids of a completion's prompt: special tokens recognised, a bos before it if it wants one."""
     ids = tokenizer.encode(text)
     bos = tokenizer.bos_token_id
     if tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
@@ -203,7 +204,7 @@ class TextTokenizer(Tokenizer):
         ids = encoding.ids
         if self._special_ids.isdisjoint(ids):
             return ids
-        # The merges themselves spell a special token. Breaking the text inside it keeps the promise.
+        # The merges themselves spell a special token: the text is broken inside it.
         safe: list[int] = []
         for token_id, (start, end) in zip(ids, encoding.offsets, strict=True):
             if token_id not in self._special_ids:
@@ -234,7 +235,7 @@ class TextTokenizer(Tokenizer):
 def _from_directory(path: Path) -> TextTokenizer:
     spec = _read_json(path / "tokenizer.json")
     if spec is None:
-        raise ModelFormatError(f"{path / 'tokenizer.json'} is missing: the tokenizer is read there.")
+        raise ModelFormatError(f"{path / 'tokenizer.json'} is missing: it holds the tokenizer.")
     config = _read_json(path / "tokenizer_config.json") or {}
     names = {**(_read_json(path / "special_tokens_map.json") or {}), **config}
     backend = _backend_of(spec, path / "tokenizer.json")
@@ -292,10 +293,8 @@ def _template_of(path: Path, config: dict[str, Any]) -> str | None:
         return _read_text(file)
     source = config.get("chat_template")
     if isinstance(source, list):  # several named ones
-        source = next(
-            (t.get("template") for t in source if isinstance(t, dict) and t.get("name") == "default"),
-            None,
-        )
+        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+        source = named.get("default")
     if source is not None and not isinstance(source, str):
         raise ModelFormatError(
             f"{path / 'tokenizer_config.json'}: `chat_template` must be text. Got {source!r:.80}."
@@ -410,9 +409,7 @@ def _gguf_backend(
     return backend
 
 
-def _add_tokens(
-    backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int]
-) -> None:
+def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
     added: list[tokenizers.AddedToken] = []
     for token, kind in zip(tokens, types, strict=True):
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token:
