@@ -23,14 +23,10 @@ class Batch:
     """
 
     page_table: jax.Array  # i32[max_seqs, pages_per_seq]
-    kv_lens: (
-        jax.Array
-    )  # i32[max_seqs], positions with keys and values, new tokens included
+    kv_lens: jax.Array  # i32[max_seqs], positions with keys and values, new tokens included
     cu_q_lens: jax.Array  # i32[max_seqs + 1], prefix sums of new tokens per sequence
     num_seqs: jax.Array  # i32[]
-    slot_mapping: (
-        jax.Array
-    )  # i32[num_tokens], page * page_size + offset of each new token
+    slot_mapping: jax.Array  # i32[num_tokens], page * page_size + offset of each new token
     implementation: str | None = field(default=None, metadata={"static": True})
 
 

@@ -46,12 +46,7 @@ _OWN_NAMES = frozenset(
 
 
 class ChatEncoder(Protocol):
-    """What `encode_chat` asks of a tokenizer."""
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """Text -> id of the tokens that a message's content must not forge."""
-        ...
+    """What `encode_chat` asks of a tokenizer; its `special_tokens`, if any, cannot be forged."""
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Ids of a text; False: special tokens in it are ordinary text."""
@@ -64,7 +59,7 @@ class ChatTemplate:
     Args:
       source: Jinja source as Hugging Face models carry it; too long or not Jinja raises
         `ModelFormatError`.
-      bos_token, eos_token: texts that the template may write.
+      bos_token, eos_token: texts that the template may write; None writes nothing.
       now: the clock behind the template's `strftime_now`.
     """
 
@@ -72,8 +67,8 @@ class ChatTemplate:
         self,
         source: str,
         *,
-        bos_token: str = "",
-        eos_token: str = "",
+        bos_token: str | None = None,
+        eos_token: str | None = None,
         now: Callable[[], datetime] = datetime.now,
     ):
         if len(source) > MAX_TEMPLATE_CHARS:
@@ -91,9 +86,9 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
             raise ModelFormatError(f"The chat template cannot be compiled: {error}.") from error
         self._constants = {
-            "bos_token": bos_token,
-            "eos_token": eos_token,
-            "raise_exception": _raise_exception,
+            "bos_token": bos_token or "",
+            "eos_token": eos_token or "",
+            "raise_exception": _refuse,
             "strftime_now": lambda form: now().strftime(form),
         }
 
@@ -145,10 +140,9 @@ class ChatTemplate:
                 f"The model's chat template refuses these messages: {error}", param="messages"
             ) from error
         except Exception as error:  # a template can raise anything
+            why = f"{type(error).__name__}: {error}"
             raise RequestError(
-                "The model's chat template failed on these messages: "
-                f"{type(error).__name__}: {error}",
-                param="messages",
+                f"The model's chat template failed on these messages: {why}", param="messages"
             ) from error
         return "".join(pieces)
 
@@ -174,7 +168,7 @@ def encode_chat(
             param="messages",
         )
     inputs = template._inputs(messages, add_generation_prompt, tools, options)
-    guard = _Guard(tokenizer.special_tokens)
+    guard = _Guard(getattr(tokenizer, "special_tokens", ()))
     marked = {name: _map_strings(value, guard.mark, name) for name, value in inputs.items()}
     for message, original in zip(marked["messages"], inputs["messages"], strict=True):
         message["role"] = original["role"]  # one of ours: nothing to guard, and templates compare
@@ -395,11 +389,15 @@ class _TemplateRefusal(jinja2.TemplateError):
     """The template itself called `raise_exception`."""
 
 
+def _refuse(message: object) -> NoReturn:
+    raise _TemplateRefusal(str(message))
+
+
 class _Budget:
     """How much one rendering may still write and how long it may still take."""
 
     def __init__(self, num_input_chars: int):
-        self.max_chars = OUTPUT_PER_INPUT * num_input_chars + OUTPUT_ALLOWANCE
+        self._max_chars = OUTPUT_PER_INPUT * num_input_chars + OUTPUT_ALLOWANCE
         self._num_chars = 0
         self._deadline = time.monotonic() + MAX_RENDER_SECONDS
 
@@ -409,16 +407,15 @@ class _Budget:
         self.check_size(self._num_chars)
         if time.monotonic() > self._deadline:
             raise RequestError(
-                f"The chat template must render these messages in {MAX_RENDER_SECONDS:g} s. "
-                "It took longer.",
+                f"The chat template took longer than {MAX_RENDER_SECONDS:g} s for these messages.",
                 param="messages",
             )
 
     def check_size(self, num_chars: int) -> None:
         """Refuses a text or list of this size."""
-        if num_chars > self.max_chars:
+        if num_chars > self._max_chars:
             raise RequestError(
-                f"The chat template must write at most {self.max_chars} characters for these "
+                f"The chat template must write at most {self._max_chars} characters for these "
                 f"messages. Got {num_chars} or more.",
                 param="messages",
             )
@@ -430,11 +427,10 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self) -> None:
+        # Optimised, constant filters would run while compiling, outside all bounds.
+        extensions = ("jinja2.ext.loopcontrols", _GenerationTag)
         super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            optimized=False,  # else constant filters would run while compiling, out of bounds
-            extensions=["jinja2.ext.loopcontrols", _GenerationTag],
+            trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=extensions
         )
         self.filters["tojson"] = _to_json
         self.filters[_EACH] = _each
@@ -485,28 +481,8 @@ def _filtered(node: nodes.Expr | None, name: str) -> nodes.Filter:
 
 
 @jinja2.pass_context
-def _each(context: Context, iterable: Iterable[Any]) -> Iterable[Any]:
+def _each(context: Context, iterable: Iterable[Any]) -> Iterator[Any]:
     budget: _Budget = context[_BUDGET]
-    if hasattr(iterable, "__len__"):  # keeps `loop.length` cheap, and undefined values silent
-        return _Turns(iterable, budget)
-    return _turns(iterable, budget)
-
-
-class _Turns:
-    """An iterable with a length whose every turn looks at the clock."""
-
-    def __init__(self, iterable: Any, budget: _Budget):
-        self._iterable = iterable
-        self._budget = budget
-
-    def __iter__(self) -> Iterator[Any]:
-        return _turns(self._iterable, self._budget)
-
-    def __len__(self) -> int:
-        return len(self._iterable)
-
-
-def _turns(iterable: Iterable[Any], budget: _Budget) -> Iterator[Any]:
     for item in iterable:
         budget.spend(0)
         yield item
@@ -530,18 +506,8 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _raise_exception(message: object) -> NoReturn:
-    raise _TemplateRefusal(str(message))
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **how: Any) -> str:
     # Jinja's own would write <, > and & as escapes, which no model was trained on.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    if not how.keys() <= {"separators", "sort_keys"}:
+        raise TypeError(f"tojson has no arguments {sorted(how)}")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **how)

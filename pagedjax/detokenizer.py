@@ -43,7 +43,9 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
     ):
-        kind = _ByteReader if tokenizer.is_bytewise else _WindowReader
+        # A user's own tokenizer may lack the optional attributes.
+        is_bytewise = getattr(tokenizer, "is_bytewise", False)
+        kind = _ByteReader if is_bytewise else _WindowReader
         self._reader = kind(tokenizer, skip_special_tokens)
         self._vocab_size = tokenizer.vocab_size
         self._stops = _StopMatcher(stop, include_stop)

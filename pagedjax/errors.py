@@ -1,12 +1,12 @@
 """The exception tree: what a user of pagedjax can catch. Knows nothing of the rest.
 
-    PagedJaxError
-    ├── ConfigError            an engine option is wrong, or the options contradict each other
-    ├── ModelFormatError       a model's files (config, weights, tokenizer, template) cannot be used
-    ├── CapacityError          the memory at hand cannot hold what the options ask for
-    ├── RequestError           one request is wrong; every other request goes on
-    ├── AllocationError        no page is free; the scheduler turns it into waiting or preemption
-    └── IntegrityError         an invariant of the engine is broken: a bug in pagedjax, please report it
+PagedJaxError
+├── ConfigError            an engine option is wrong, or the options contradict each other
+├── ModelFormatError       a model's files (config, weights, tokenizer, template) cannot be used
+├── CapacityError          the memory at hand cannot hold what the options ask for
+├── RequestError           one request is wrong; every other request goes on
+├── AllocationError        no page is free; the scheduler turns it into waiting or preemption
+└── IntegrityError         an invariant of the engine is broken: a bug in pagedjax, please report it
 """
 
 

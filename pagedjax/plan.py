@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 from pagedjax.request import MAX_LOGPROBS as MAX_LOGPROBS  # the width of the top-n arrays
 from pagedjax.request import Sequence
 
-NO_TARGET = (
-    -1
-)  # in `row_target`: draw a token; any other value asks for that token's logprob
+NO_TARGET = -1  # in `row_target`: draw a token; any other value asks for that token's logprob
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
@@ -42,13 +40,9 @@ class RowUpdate:
 
     slot: int
     bias: dict[int, float]  # token id -> value added to its logit; -inf bans it
-    allowed: (
-        frozenset[int] | None
-    )  # every other token id is banned; None: all are allowed
+    allowed: frozenset[int] | None  # every other token id is banned; None: all are allowed
     output_counts: dict[int, int]  # token id -> times generated so far
-    prompt_tokens: frozenset[
-        int
-    ]  # distinct token ids of the prompt (repetition penalty)
+    prompt_tokens: frozenset[int]  # distinct token ids of the prompt (repetition penalty)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +53,13 @@ class SamplingRows:
     logprob of a prompt token. Padding rows are greedy, read token 0 and are never looked at.
     """
 
-    token_index: (
-        I32  # i32[R], packed token position whose hidden state gives the row's logits
-    )
+    token_index: I32  # i32[R], packed token position whose hidden state gives the row's logits
     slot: I32  # i32[R], slot whose adjustment row applies; max_num_seqs: none
     counts: I32  # i32[R], 1 where the drawn token is added to the slot's output counts, else 0
     position: I32  # i32[R], index in its sequence of the token to draw (part of the random key)
     sample: I32  # i32[R], sample index within the request (part of the random key)
     target: I32  # i32[R], NO_TARGET, or the token id whose logprob is asked for
-    num_logprobs: (
-        I32  # i32[R], -1: none; n >= 0: the chosen token's logprob and the n likeliest
-    )
+    num_logprobs: I32  # i32[R], -1: none; n >= 0: the chosen token's logprob and the n likeliest
     top_k: I32  # i32[R], 0: off
     seed: U32  # u32[R, 2], the request's 64-bit seed, high word first
     temperature: F32  # f32[R], 0: greedy
@@ -89,9 +79,7 @@ class ScheduledSequence:
     num_tokens: int  # positions computed in this step
     first_row: int  # first row of this sequence in `SamplingRows`
     num_prompt_rows: int  # rows with a target (prompt logprobs); they come first
-    num_samples: (
-        int  # rows that draw: 0 (prompt unfinished), 1, or n at a request's fork
-    )
+    num_samples: int  # rows that draw: 0 (prompt unfinished), 1, or n at a request's fork
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +89,10 @@ class StepPlan:
     bucket: int
     tokens: I32  # i32[T], packed token ids; padding 0
     positions: I32  # i32[T], position of each token in its sequence; padding 0
-    slot_mapping: (
-        I32  # i32[T], page * page_size + offset; padding >= num_pages * page_size
-    )
-    page_table: (
-        I32  # i32[S, W], row i = i-th sequence of this step; tails hold anything
-    )
-    kv_lens: (
-        I32  # i32[S], positions with keys and values, this step's included; padding 0
-    )
-    cu_q_lens: (
-        I32  # i32[S + 1], prefix sums of the tokens of each sequence; padding repeats
-    )
+    slot_mapping: I32  # i32[T], page * page_size + offset; padding >= num_pages * page_size
+    page_table: I32  # i32[S, W], row i = i-th sequence of this step; tails hold anything
+    kv_lens: I32  # i32[S], positions with keys and values, this step's included; padding 0
+    cu_q_lens: I32  # i32[S + 1], prefix sums of the tokens of each sequence; padding repeats
     num_seqs: int
     rows: SamplingRows
     num_rows: int
@@ -131,12 +111,8 @@ class StepResult:
     """What one step sampled; row i belongs to row i of the plan's `SamplingRows`."""
 
     tokens: I32  # i32[R], drawn token ids (the target itself where one was given)
-    logprobs: (
-        F32  # f32[R], logprob of that token under the raw logits; 0 where not asked for
-    )
+    logprobs: F32  # f32[R], logprob of that token under the raw logits; 0 where not asked for
     ranks: I32  # i32[R], 1 = likeliest; 0 where not asked for
     top_ids: I32  # i32[R, MAX_LOGPROBS], likeliest ids, best first, ties by id
     top_logprobs: F32  # f32[R, MAX_LOGPROBS]
-    corrupted: NDArray[
-        np.bool_
-    ]  # bool[R], the row's logits held NaN; its token means nothing
+    corrupted: NDArray[np.bool_]  # bool[R], the row's logits held NaN; its token means nothing

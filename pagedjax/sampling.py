@@ -170,15 +170,14 @@ def sample(
     """
     chunks = _chunked(logits)
     raw_best, likeliest = _argmax(chunks)
-    adjusts = rows.slot < state.max_num_seqs
     draws = (rows.temperature > 0) & (rows.target < 0)
     best, tokens = lax.cond(
-        jnp.any(adjusts | draws),
-        lambda: _choose(chunks, raw_best, rows, state),
+        jnp.any((rows.slot < state.max_num_seqs) | draws),
+        lambda: _choose(chunks, raw_best, likeliest, rows, state),
         lambda: (raw_best, likeliest),
     )
     has_target = rows.target >= 0
-    corrupted = ~jnp.isfinite(raw_best) | (~jnp.isfinite(best) & ~has_target)
+    corrupted = _has_nan(chunks) | ~jnp.isfinite(raw_best) | (~jnp.isfinite(best) & ~has_target)
     tokens = jnp.where(corrupted, 0, jnp.where(has_target, rows.target, tokens))
     asked = (rows.num_logprobs >= 0) & ~corrupted
     logprobs, ranks, top_ids, top_logprobs = _if_any(
@@ -189,25 +188,43 @@ def sample(
 
 
 def _choose(
-    chunks: jax.Array, raw_best: jax.Array, rows: DeviceRows, state: SamplerState
+    chunks: jax.Array,
+    raw_best: jax.Array,
+    likeliest: jax.Array,
+    rows: DeviceRows,
+    state: SamplerState,
 ) -> tuple[jax.Array, jax.Array]:
-    """The largest adjusted logit f32[R] and the token i32[R] of every row, drawn or likeliest."""
-    sound = jnp.isfinite(raw_best)[:, None, None]
-    logits = jnp.where(sound, chunks.astype(jnp.float32), 0.0)
-    logits = lax.cond(
-        jnp.any(rows.slot < state.max_num_seqs),
-        lambda: _adjusted(logits, rows, state),
-        lambda: logits,
-    )
-    best, likeliest = _argmax(logits)
+    """The largest adjusted logit f32[R] and the token i32[R] of every row, drawn or likeliest.
+
+    Corrupted rows run through with their NaN: nothing here mixes rows, and every loop is bounded.
+    """
     draws = (rows.temperature > 0) & (rows.target < 0)
-    drawn = _if_any(draws, lambda: _draw(logits, best, rows, draws))
-    return best.astype(raw_best.dtype), jnp.where(draws, drawn, likeliest)
+    temperature = jnp.where(draws, rows.temperature, 1.0)
+
+    def adjusted() -> tuple[jax.Array, jax.Array, jax.Array]:
+        logits = _adjusted(chunks.astype(jnp.float32), rows, state)
+        best, likeliest = _argmax(logits)
+        return best, likeliest, _likelihood(logits, best, temperature)
+
+    def raw() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return raw_best, likeliest, _likelihood(chunks, raw_best, temperature)
+
+    best, tokens, likelihood = lax.cond(jnp.any(rows.slot < state.max_num_seqs), adjusted, raw)
+    drawn = _if_any(draws, lambda: _draw(likelihood, rows, draws))
+    return best, jnp.where(draws, drawn, tokens)
+
+
+def _likelihood(logits: jax.Array, best: jax.Array, temperature: jax.Array) -> jax.Array:
+    """f32[R, C, LANES] exp of logits over temperature, scaled to 1 for the likeliest token."""
+    top = jnp.where(jnp.isfinite(best), best, 0.0)[:, None, None]
+    likelihood = jnp.exp((logits.astype(jnp.float32) - top) / temperature[:, None, None])
+    return jnp.where(likelihood >= LEAST_LIKELIHOOD, likelihood, 0.0)
 
 
 def _adjusted(logits: jax.Array, rows: DeviceRows, state: SamplerState) -> jax.Array:
     """f32[R, C, LANES] with each slot's bias and bans and the rows' penalties applied."""
     num_rows, num_chunks, _ = logits.shape
+    is_out = logits == -jnp.inf
     bias_ids = state.bias_ids.at[rows.slot].get(mode="fill", fill_value=num_chunks * LANES)
     bias = state.bias_values.at[rows.slot].get(mode="fill", fill_value=0)
     row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
@@ -221,11 +238,12 @@ def _adjusted(logits: jax.Array, rows: DeviceRows, state: SamplerState) -> jax.A
     logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = logits - rows.frequency_penalty[:, None, None] * count
     logits = logits - jnp.where(was_generated, rows.presence_penalty[:, None, None], 0.0)
-    return jnp.where((marks & BANNED) != 0, -jnp.inf, logits)
+    # -inf stays -inf: a repetition penalty that rounds to 0 would make it NaN.
+    return jnp.where(((marks & BANNED) != 0) | is_out, -jnp.inf, logits)
 
 
-def _draw(logits: jax.Array, best: jax.Array, rows: DeviceRows, draws: jax.Array) -> jax.Array:
-    """A token i32[R] of each row in `draws`, by its temperature, min_p, top_k, top_p and key.
+def _draw(likelihood: jax.Array, rows: DeviceRows, draws: jax.Array) -> jax.Array:
+    """A token i32[R] of each row in `draws`, by likelihood, min_p, top_k, top_p and the row's key.
 
     Gumbel-max: the token whose log-likelihood plus noise is largest. Each token's noise depends on
     the key and the token id alone, so logits that differ by 1e-6 (another bucket, another page
@@ -236,19 +254,29 @@ def _draw(logits: jax.Array, best: jax.Array, rows: DeviceRows, draws: jax.Array
     of the lane's whole mass: first a lane by its mass, then a token of that lane. It takes LANES +
     C random numbers a row instead of LANES * C, which on a CPU cost more than all the rest.
     """
-    temperature = jnp.where(draws, rows.temperature, 1.0)[:, None, None]
-    top = jnp.where(jnp.isfinite(best), best, 0.0)[:, None, None]
-    likelihood = jnp.exp((logits - top) / temperature)  # f32[R, C, LANES], the largest is 1
-    likelihood = jnp.where(likelihood >= LEAST_LIKELIHOOD, likelihood, 0.0)
-    likelihood = _kept(likelihood, rows, draws)
+    filters = draws & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
+    # No row filtered: everything >= 0 is kept, which zeros say too.
+    threshold, ties_from = _if_any(filters, lambda: _limits(likelihood, rows, draws))
+    num_chunks = likelihood.shape[1]
+    rank = _rank_of_ids(num_chunks)
+    kept = _kept(likelihood, rank, threshold[:, None, None], ties_from[:, None, None])
+    lane_mass = jnp.sum(kept, axis=1)  # f32[R, LANES]
 
-    num_chunks = logits.shape[1]
     noise = _noise(rows, max(LANES, num_chunks))
-    lane_mass = jnp.sum(likelihood, axis=1)  # f32[R, LANES]
-    lane = _argmax_small(jnp.log(lane_mass) + noise[:, :LANES, 0])
+    lane = _index_of_max(jnp.log(lane_mass) + noise[:, :LANES, 0])
     of_lane = jnp.take_along_axis(likelihood, lane[:, None, None], axis=2)[:, :, 0]  # f32[R, C]
-    chunk = _argmax_small(jnp.log(of_lane) + noise[:, :num_chunks, 1])
+    rank_of_lane = rank[:, :, 0] - lane[:, None].astype(jnp.float32)
+    of_lane = _kept(of_lane, rank_of_lane, threshold[:, None], ties_from[:, None])
+    chunk = _index_of_max(jnp.log(of_lane) + noise[:, :num_chunks, 1])
     return chunk * LANES + lane
+
+
+def _kept(
+    likelihood: jax.Array, rank: jax.Array, threshold: jax.Array, ties_from: jax.Array
+) -> jax.Array:
+    """`likelihood`, 0 where `_limits` says that min_p, top_k or top_p drop the token."""
+    keep = (likelihood > threshold) | ((likelihood == threshold) & (rank >= ties_from))
+    return jnp.where(keep, likelihood, 0.0)
 
 
 def _noise(rows: DeviceRows, num_values: int) -> jax.Array:
@@ -269,17 +297,6 @@ def _noise(rows: DeviceRows, num_values: int) -> jax.Array:
     # noise would be -inf.
     uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-uniform))
-
-
-def _kept(likelihood: jax.Array, rows: DeviceRows, draws: jax.Array) -> jax.Array:
-    """f32[R, C, LANES]: `likelihood`, 0 for tokens that min_p, top_k or top_p drop."""
-    filters = draws & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
-    # No row filtered: everything >= 0 is kept, which zeros for all three say too.
-    threshold, ties_from = _if_any(filters, lambda: _limits(likelihood, rows, draws))
-    threshold = threshold[:, None, None]
-    tie_kept = _rank_of_ids(likelihood.shape[1]) >= ties_from[:, None, None]
-    keep = (likelihood > threshold) | ((likelihood == threshold) & tie_kept)
-    return jnp.where(keep, likelihood, 0.0)
 
 
 def _limits(
@@ -380,9 +397,8 @@ def _report(
     asked: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Logprob f32[R] and rank i32[R] of `tokens`, and the likeliest: ids, logprobs [R, 20]."""
-    best = raw_best.astype(jnp.float32)
     logits = chunks.astype(jnp.float32)
-    log_total = best + jnp.log(_sum(jnp.exp(logits - best[:, None, None])))
+    log_total = raw_best + jnp.log(_sum(jnp.exp(logits - raw_best[:, None, None])))
     row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     chosen = logits[row, tokens // LANES, tokens % LANES]
     limit = chosen[:, None, None]
@@ -438,26 +454,26 @@ def _chunked(logits: jax.Array) -> jax.Array:
 
 
 def _argmax(chunks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Largest value [R] and its lowest id i32[R]; where a row holds NaN, (inf, meaningless).
+    """Largest value f32[R] and its lowest id i32[R]; of a row that holds NaN, anything.
 
-    NaN is replaced first: a maximum over NaN is the other value on some devices.
+    Two plain maxima and a look into one chunk: XLA's own argmax takes four times as long on a CPU.
     """
-    clean = jnp.where(jnp.isnan(chunks), jnp.inf, chunks)
-    of_chunk = jnp.max(clean, axis=2)  # [R, C]
+    of_chunk = jnp.max(chunks, axis=2)  # [R, C]
     best = jnp.max(of_chunk, axis=1)
-    chunk = _first(of_chunk == best[:, None])
-    values = jnp.take_along_axis(clean, chunk[:, None, None], axis=1)[:, 0]  # [R, LANES]
-    return best, chunk * LANES + _first(values == best[:, None])
+    chunk = _index_of_max(of_chunk == best[:, None])
+    values = jnp.take_along_axis(chunks, chunk[:, None, None], axis=1)[:, 0]  # [R, LANES]
+    lane = _index_of_max(values == best[:, None])
+    return best.astype(jnp.float32), chunk * LANES + lane
 
 
-def _argmax_small(values: jax.Array) -> jax.Array:
-    """i32[R] index of the largest of f32[R, n]."""
+def _has_nan(chunks: jax.Array) -> jax.Array:
+    """bool[R]: a logit is NaN (or +inf beside -inf). By a sum: a maximum may skip over NaN."""
+    return jnp.isnan(jnp.sum(chunks, axis=(1, 2), dtype=jnp.float32))
+
+
+def _index_of_max(values: jax.Array) -> jax.Array:
+    """i32[R], the first index of the largest of [R, n]; of flags, that of the first True."""
     return lax.argmax(values, 1, jnp.int32)
-
-
-def _first(flags: jax.Array) -> jax.Array:
-    """i32[R] index of the first True of bool[R, n]."""
-    return lax.argmax(flags, 1, jnp.int32)
 
 
 def _sum(values: jax.Array) -> jax.Array:

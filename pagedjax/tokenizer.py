@@ -8,6 +8,7 @@ chat messages or devices, and reads no GGUF file itself: it gets the metadata as
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -117,20 +118,14 @@ class TextTokenizer(Tokenizer):
         self.bos_token_id = bos_token_id
         self.add_bos = add_bos and bos_token_id is not None
         self.chat_template = chat_template
-        for token_id in (*self.eos_token_ids, *(() if bos_token_id is None else (bos_token_id,))):
-            if not 0 <= token_id < self._vocab_size:
-                raise ModelFormatError(
-                    f"The tokenizer's bos and eos ids must be in [0, {self._vocab_size}). "
-                    f"Got {token_id}."
-                )
 
-    @classmethod
-    def from_directory(cls, path: str | Path) -> TextTokenizer:
+    @staticmethod
+    def from_directory(path: str | Path) -> TextTokenizer:
         """Reads tokenizer.json and what stands beside it (all of that is optional)."""
         return _from_directory(Path(path))
 
-    @classmethod
-    def from_gguf(cls, metadata: Mapping[str, object]) -> TextTokenizer:
+    @staticmethod
+    def from_gguf(metadata: Mapping[str, object]) -> TextTokenizer:
         """Builds the tokenizer that a GGUF file's `tokenizer.*` keys describe."""
         return _from_gguf(metadata)
 
@@ -297,7 +292,7 @@ def _template_of(path: Path, config: dict[str, Any]) -> str | None:
         source = named.get("default")
     if source is not None and not isinstance(source, str):
         raise ModelFormatError(
-            f"{path / 'tokenizer_config.json'}: `chat_template` must be text. Got {source!r:.80}."
+            f"{path / 'tokenizer_config.json'}: `chat_template` must be text. Got {_shown(source)}."
         )
     return source
 
@@ -421,9 +416,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Seq
 def _strings(metadata: Mapping[str, object], key: str) -> list[str]:
     value = metadata.get(key)
     if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
-        raise ModelFormatError(f"`{key}` must be an array of strings. Got {value!r:.80}.")
-    if not value:
-        raise ModelFormatError(f"`{key}` must not be empty.")
+        raise ModelFormatError(f"`{key}` must be an array of strings. Got {_shown(value)}.")
     return list(value)
 
 
@@ -471,11 +464,8 @@ def _byte_level_bytes(text: str) -> bytes:
 
 
 def _fallback_bytes(text: str) -> bytes:
-    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-        try:
-            return bytes([int(text[3:5], 16)])
-        except ValueError:
-            pass
+    if re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
+        return bytes.fromhex(text[3:5])
     return text.replace("\u2581", " ").encode()
 
 
@@ -489,15 +479,13 @@ def _decoder_kind(backend: tokenizers.Tokenizer) -> tuple[bool, bool, str]:
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return True, False, ""
-    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or steps[0].get("content") != " ":
-        return False, False, ""
-    if steps[0].get("pattern") != {"String": "\u2581"}:
-        return False, False, ""
-    strips = steps[3:]
-    if not strips:
-        return False, True, ""
-    if strips == [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]:
-        return False, True, " "
+    space = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and steps[0] == space:
+        if not steps[3:]:
+            return False, True, ""
+        if steps[3:] == [strip]:
+            return False, True, " "
     return False, False, ""
 
 
@@ -507,7 +495,7 @@ def _first_free_id(backend: tokenizers.Tokenizer) -> int:
 
 def _check_text(text: str) -> None:
     if not isinstance(text, str):
-        raise RequestError(f"The text must be a string. Got {text!r:.80}.", param="prompt")
+        raise RequestError(f"The text must be a string. Got {_shown(text)}.", param="prompt")
     if text.isascii():
         return
     try:
@@ -518,3 +506,7 @@ def _check_text(text: str) -> None:
             f"U+{ord(text[error.start]):04X} at character {error.start}.",
             param="prompt",
         ) from error
+
+
+def _shown(value: object) -> str:
+    return f"{value!r:.80}"
