@@ -1,0 +1,403 @@
+"""Lines on their way from the input to the output.
+
+Owns their order, how many are in flight, and what becomes of each: an answer, or an error that is
+this line's alone. Knows nothing of files, progress or exit status.
+
+    parse_json -> parse_body -> submit (bounded) -> step ... -> answer -> write (in input order)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pagedjax.batch_job.lines import parse_json, refuse, split_line
+from pagedjax.errors import RequestError
+from pagedjax.openai_api import (
+    ApiRequest,
+    error_body,
+    failure_of,
+    parse_body,
+    response_body,
+)
+from pagedjax.request import RequestOutput, SamplingParams
+from pagedjax.tokenizer import Tokenizer
+
+MAX_CUSTOM_ID = 512  # characters
+MAX_WAITING_CHARS = 64 * 2**20  # of answers that wait for an earlier line's
+DEFAULT_IN_FLIGHT = 1024  # sequences in the engine at once
+INTERNAL_ERROR = "internal error while handling this line; the log has more"
+
+# Breaks a line for some reader, or cannot be written as UTF-8: then the line is written in ASCII.
+_UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+logger = logging.getLogger("pagedjax")
+
+type Json = dict[str, Any]
+
+
+class Engine(Protocol):
+    """What a job needs of the engine."""
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while `step` has something to do."""
+        ...
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queues a request or raises `RequestError`."""
+        ...
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step."""
+        ...
+
+    def abort(self, request_id: str) -> bool:
+        """Cancels a request."""
+        ...
+
+
+class Model(Protocol):
+    """What a job needs of an `LLM`."""
+
+    @property
+    def engine(self) -> Engine:
+        """Runs the requests."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Shows single tokens, where a request asks for logprobs."""
+        ...
+
+    @property
+    def model_name(self) -> str:
+        """Shown in answers whose request names none."""
+        ...
+
+    @property
+    def default_params(self) -> dict[str, Any]:
+        """Sampling parameters that hold where a request gives none."""
+        ...
+
+    def encode_chat(self, messages: list[Json]) -> list[int]:
+        """Token ids of a conversation, or `RequestError`."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Summary:
+    """What a job did so far."""
+
+    blank: int = 0  # lines that ask nothing and get no answer
+    answered: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of the input that are done with."""
+        return self.blank + self.answered + self.failed
+
+    def __str__(self) -> str:
+        rate = self.output_tokens / self.seconds if self.seconds else 0.0
+        return (
+            f"{self.answered} answered, {self.failed} failed; {self.prompt_tokens} tokens in, "
+            f"{self.output_tokens} out, in {self.seconds:.1f} s ({rate:.1f} tokens/s out)"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """One request of the input, as far as it could be read."""
+
+    number: int  # 1-based, blank lines counted
+    custom_id: str | None = None
+    key: str = field(init=False)  # what ids and draws depend on: the custom_id, where there is one
+    request: ApiRequest | None = None
+    outputs: list[RequestOutput | None] = field(default_factory=list[RequestOutput | None])
+
+    def __post_init__(self) -> None:
+        """A line without an id is known by its number."""
+        self.key = _digest(f"line\0{self.number}")
+
+    def identify(self, custom_id: str) -> None:
+        """Takes the id, on which the key depends from now on."""
+        self.custom_id = custom_id
+        self.key = _digest(f"id\0{custom_id}")
+
+
+def run_batch(
+    llm: Model,
+    lines: Iterable[bytes],
+    write: Callable[[str], None],
+    *,
+    max_in_flight: int = DEFAULT_IN_FLIGHT,
+    on_progress: Callable[[Summary], None] = lambda summary: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Summary:
+    """Answers every line that is not blank with one line, in the order of the input.
+
+    Args:
+      lines: of the input, read as they are needed.
+      write: takes one whole output line, its newline included.
+      max_in_flight: sequences in the engine at once; with the answers that wait for an earlier
+        line's (at most 64 Mi characters) they are all that is held in memory.
+      on_progress: called after every step with the counts so far.
+      should_stop: asked after every step; True ends the job, with the answers that there are.
+
+    Whatever the engine, `lines` or `write` raises is raised on, after the answers that are ready
+    were written.
+    """
+    job = BatchJob(llm, write, max_in_flight=max_in_flight, created=int(time.time()))
+    started = time.monotonic()
+
+    def advance() -> None:
+        job.step()
+        job.summary.seconds = time.monotonic() - started
+        on_progress(job.summary)
+
+    try:
+        for number, raw in enumerate(lines, 1):
+            job.accept(number, raw)
+            while job.is_full and not should_stop():
+                advance()
+            if should_stop():
+                job.summary.interrupted = True
+                break
+        while job.is_busy and not should_stop():
+            advance()
+    except BaseException:
+        job.abandon()
+        raise
+    if job.is_busy:
+        job.summary.interrupted = True
+    job.abandon()
+    job.abort()
+    job.summary.seconds = time.monotonic() - started
+    on_progress(job.summary)
+    return job.summary
+
+
+class BatchJob:
+    """Lines on their way from the input to the output. See `run_batch`."""
+
+    def __init__(
+        self, llm: Model, write: Callable[[str], None], *, max_in_flight: int, created: int
+    ) -> None:
+        self.summary = Summary()
+        self._llm = llm
+        self._write = write
+        self._max_in_flight = max_in_flight
+        self._created = created
+        self._seen: dict[str, int] = {}  # key of each custom_id -> the line that has it
+        self._running: dict[str, tuple[Line, int]] = {}  # request id -> line, index of the prompt
+        self._num_sequences = 0
+        self._order: deque[int] = deque()  # lines not written yet
+        self._ready: dict[int, str] = {}  # those of them that are answered
+        self._ready_chars = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a line has no answer."""
+        return bool(self._running)
+
+    @property
+    def is_full(self) -> bool:
+        """True when another line has to wait, for the engine or for an earlier line's answer."""
+        return self.is_busy and (
+            self._num_sequences >= self._max_in_flight or self._ready_chars >= MAX_WAITING_CHARS
+        )
+
+    def accept(self, number: int, raw: bytes) -> None:
+        """Takes a line of the input: puts it into the engine, or answers it with its error."""
+        raw = raw.removeprefix(b"\xef\xbb\xbf")
+        if not raw.strip():
+            self.summary.blank += 1
+            return
+        line = Line(number)
+        self._order.append(number)
+        with self._boundary(line):
+            self._parse(line, raw)
+            self._submit(line)
+        self._write_ready()
+
+    def step(self) -> None:
+        """Runs one step of the engine and answers the lines that ended in it."""
+        for output in self._llm.engine.step():
+            if output.finished and output.request_id in self._running:
+                line, index = self._running[output.request_id]
+                with self._boundary(line):
+                    self._collect(line, index, output)
+        self._write_ready()
+
+    def abandon(self) -> None:
+        """Writes the answers there are, in order, and leaves out the lines without one."""
+        self._order = deque(number for number in self._order if number in self._ready)
+        self._write_ready()
+
+    def abort(self) -> None:
+        """Cancels what is running."""
+        for request_id in list(self._running):
+            self._forget(request_id)
+            self._llm.engine.abort(request_id)
+
+    @contextmanager
+    def _boundary(self, line: Line) -> Iterator[None]:
+        """Whatever goes wrong inside becomes the answer of this line, and of no other."""
+        try:
+            yield
+        except RequestError as error:
+            self._fail(line, 400, str(error), error.code, error.param)
+        except Exception:
+            logger.exception("line %d failed", line.number)
+            self._fail(line, 500, INTERNAL_ERROR, "internal_error")
+
+    def _parse(self, line: Line, raw: bytes) -> None:
+        document = parse_json(raw)
+        self._identify(line, document)
+        endpoint, body = split_line(document)
+        line.request = parse_body(endpoint, body, self._llm.default_params)
+
+    def _identify(self, line: Line, document: Json) -> None:
+        """Gives a line its own custom_id, or one after its number where the form needs none."""
+        given = document.get("custom_id")
+        if given is None and not document.keys() & {"method", "url", "body"}:
+            line.identify(self._free_id(line.number))
+        elif not isinstance(given, str) or not 0 < len(given) <= MAX_CUSTOM_ID:
+            refuse(
+                f"`custom_id` must be a string of 1 to {MAX_CUSTOM_ID} characters.",
+                param="custom_id",
+            )
+        else:
+            first = self._seen.get(_digest(f"id\0{given}"))
+            if first is not None:  # the answer of that line keeps the id to itself
+                shown = json.dumps(given[:64])
+                refuse(
+                    f"`custom_id` must be unique. Got {shown}, which line {first} has.",
+                    "duplicate_custom_id",
+                    "custom_id",
+                )
+            line.identify(given)
+        self._seen[line.key] = line.number
+
+    def _free_id(self, number: int) -> str:
+        custom_id, tries = f"line-{number}", 1
+        while _digest(f"id\0{custom_id}") in self._seen:
+            tries += 1
+            custom_id = f"line-{number}-{tries}"
+        return custom_id
+
+    def _submit(self, line: Line) -> None:
+        request = line.request
+        assert request is not None
+        prompts = request.prompts
+        if request.messages is not None:
+            prompts = (self._llm.encode_chat(request.messages),)
+        line.outputs = [None] * len(prompts)
+        for index, prompt in enumerate(prompts):
+            request_id = f"{line.key}-{index}"
+            self._llm.engine.add_request(
+                request_id, prompt, request.params, cache_salt=request.cache_salt
+            )
+            self._running[request_id] = (line, index)
+            self._num_sequences += request.params.n
+
+    def _collect(self, line: Line, index: int, output: RequestOutput) -> None:
+        request = line.request
+        assert request is not None
+        failure = failure_of(output)
+        if failure is not None:
+            logger.error("line %d failed: %s", line.number, failure)
+            self._fail(line, 500, failure, "engine_error")
+            return
+        self._forget(output.request_id)
+        line.outputs[index] = output
+        outputs = [output for output in line.outputs if output is not None]
+        if len(outputs) < len(line.outputs):
+            return
+        body = response_body(
+            request,
+            outputs,
+            response_id=line.key,
+            created=self._created,
+            model=self._llm.model_name,
+            tokenizer=self._llm.tokenizer,
+        )
+        self._answer(line, 200, body, None)
+        self.summary.answered += 1
+        self.summary.prompt_tokens += body["usage"]["prompt_tokens"]
+        self.summary.output_tokens += body["usage"]["completion_tokens"]
+
+    def _fail(
+        self, line: Line, status: int, message: str, code: str, param: str | None = None
+    ) -> None:
+        for index in range(len(line.outputs)):
+            if self._forget(f"{line.key}-{index}"):
+                self._llm.engine.abort(f"{line.key}-{index}")
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        body = error_body(message, param=param, code=code, kind=kind)
+        error = {"code": code, "message": f"line {line.number}: {message}"}
+        self._answer(line, status, body, error)
+        self.summary.failed += 1
+
+    def _forget(self, request_id: str) -> bool:
+        entry = self._running.pop(request_id, None)
+        if entry is None:
+            return False
+        request = entry[0].request
+        assert request is not None
+        self._num_sequences -= request.params.n
+        return True
+
+    def _answer(self, line: Line, status: int, body: Json, error: Json | None) -> None:
+        """Makes the output line, which is written when its turn comes."""
+        response = {"status_code": status, "request_id": f"req_{line.key}", "body": body}
+        text = _dump({
+            "id": f"batch_req_{line.key}",
+            "custom_id": line.custom_id,
+            "response": response,
+            "error": error,
+        })  # fmt: skip
+        self._ready[line.number] = text
+        self._ready_chars += len(text)
+
+    def _write_ready(self) -> None:
+        """Outside every boundary: trouble with the output is not the fault of a line."""
+        while self._order and self._order[0] in self._ready:
+            text = self._ready.pop(self._order.popleft())
+            self._ready_chars -= len(text)
+            try:
+                self._write(text)
+            except BaseException:
+                self._order.clear()  # this line may be torn: nothing may follow it
+                raise
+
+
+def _dump(document: Json) -> str:
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False)
+    if _UNSAFE.search(text):
+        text = json.dumps(document, allow_nan=False)
+    return text + "\n"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

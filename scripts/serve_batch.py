@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+"""Answers a file of requests with a model on paged memory: arguments -> pagedjax.batch_job.
+
+Owns the command line, and the search for a Python that has the project. Old Pythons (3.6 and later)
+can read this file, so that a wrong one finds the right one, or tells where it comes from.
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+NEEDED = ("jax", "flax", "tokenizers", "tqdm")
+
+USAGE = "%(prog)s INPUT.jsonl [--output OUT.jsonl] [--model M] [engine options]"
+
+DESCRIPTION = """\
+Answers the requests of INPUT.jsonl, one a line, with one line each, in the same order.
+
+A request is a line of OpenAI's batch format, for /v1/completions or /v1/chat/completions:
+
+  {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages":
+   [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}}
+
+(without the line break), or just the body of one:
+
+  {"prompt": "The sea is", "max_tokens": 16, "temperature": 0}
+  {"messages": [{"role": "user", "content": "List three fruits."}], "seed": 7, "n": 2}
+
+A prompt is a text, a list of token ids, or a list of either. Sampling parameters have OpenAI's
+names and vLLM's (top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, prompt_logprobs,
+...). One that is unknown or not supported is refused, never ignored. "return_token_ids": true adds
+the ids. A request without a seed draws as its custom_id and --seed decide: the order of the lines
+changes no answer. A line in the short form may have a custom_id too; without one it is line-N.
+
+A bad line becomes an error line that tells its number; all others are answered."""
+
+EPILOG = """\
+exit status:
+  0  every line was answered (an empty input too)
+  2  nothing was started: no such file or model, a bad option, too little memory
+  3  some lines got an error: their "error" is not null, their status_code is not 200
+  70 the engine or a file failed in between; 130 interrupted (the answers so far stay)
+
+example:
+  scripts/demo                                    once: makes .venv and gets the default model
+  scripts/serve_batch.py examples/prompts.jsonl --output answers.jsonl
+
+Progress and messages go to standard error. --output replaces a file of that name once the model
+is loaded."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in two lines; the whole usage would bury it."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """Ends the program with status 2."""
+        self.exit(2, "serve_batch: error: " + message + "\nserve_batch: see --help\n")
+
+
+def ensure_environment() -> None:
+    """Starts this program again with the checkout's own Python, unless this one will do."""
+    fits = sys.version_info >= (3, 12)
+    if fits and all(importlib.util.find_spec(name) for name in NEEDED):
+        sys.path.insert(0, ROOT)  # this checkout, and not what else may be installed
+        return
+    environment = os.path.join(ROOT, ".venv")
+    python = os.path.join(environment, "bin", "python")
+    if os.path.realpath(sys.prefix) != os.path.realpath(environment) and os.access(python, os.X_OK):
+        os.environ.pop("PYTHONHOME", None)  # that of this Python would break the other one
+        os.execv(python, [python, os.path.abspath(__file__)] + sys.argv[1:])  # noqa: RUF005
+    sys.stderr.write(
+        f"serve_batch: error: this Python ({sys.executable}) lacks what pagedjax needs: run "
+        "scripts/demo once, which makes .venv, then this program again.\n"
+    )
+    sys.exit(2)
+
+
+def parser() -> Parser:
+    """The command line."""
+    made = Parser(
+        prog="serve_batch.py",
+        usage=USAGE,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    made.add_argument("input", metavar="INPUT.jsonl", help="the requests")
+    _add_output(made)
+    _add_engine(made)
+    return made
+
+
+def _add_output(made: Parser) -> None:
+    group = made.add_argument_group("output and model")
+    group.add_argument(
+        "--output", "-o", metavar="OUT.jsonl", help="the answers (default: standard output)"
+    )
+    group.add_argument(
+        "--model",
+        metavar="M",
+        help="a directory in Hugging Face's layout, a .gguf file, a hub id (needs a network), or "
+        "smollm2-135m-instruct, the default, which scripts/demo installs",
+    )
+    group.add_argument(
+        "--dtype",
+        help="of weights and pages: auto (default: the weights' own; for quantised files float32 "
+        "on a CPU, bfloat16 elsewhere), float32, bfloat16 or float16",
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="with its custom_id, what a request without a seed draws from (default 0)",
+    )
+
+
+def _add_engine(made: Parser) -> None:
+    group = made.add_argument_group("engine (vLLM's names where it is the same thing)")
+    group.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="longest prompt plus answer in tokens; one such request must fit into the pool "
+        "(default: what the model allows and the pool holds)",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        "--memory-utilization",
+        dest="memory_utilization",
+        type=float,
+        metavar="F",
+        help="share of the device's memory for weights, pool and temporaries (default 0.9; on a "
+        "CPU a quarter of the available RAM, at most 2 GiB, for the pool)",
+    )
+    group.add_argument(
+        "--num-pages",
+        type=int,
+        metavar="N",
+        help="pages of the pool, instead of sizing it by memory",
+    )
+    group.add_argument(
+        "--page-size",
+        "--block-size",
+        dest="page_size",
+        type=int,
+        metavar="N",
+        help="tokens of a page, a power of two up to 256 (default: CPU 16, GPU 64, TPU 128)",
+    )
+    group.add_argument(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help="sequences in one step (default: CPU 32, GPU and TPU 256)",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help="tokens in one step (default: CPU 512, GPU 8192, TPU 2048)",
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action="store_true",
+        help="keep the pages of finished prompts for requests that begin alike (default)",
+    )
+    group.add_argument(
+        "--no-enable-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        help="compute every prompt anew",
+    )
+    group.add_argument(
+        "--attention-implementation",
+        metavar="NAME",
+        help="the kernel (default: the best one for the device)",
+    )
+
+
+def main() -> int:
+    """Runs the program; returns its exit status."""
+    options = vars(parser().parse_args())
+    ensure_environment()
+    from pagedjax import batch_job
+
+    source, output = options.pop("input"), options.pop("output", None)
+    model = options.pop("model", "smollm2-135m-instruct")
+    return batch_job.main(source, output, model=model, options=options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
