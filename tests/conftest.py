@@ -4,6 +4,7 @@ Owns the process-wide test configuration and nothing else; shared fakes live in 
 """
 
 import os
+from pathlib import Path
 
 # Before the first `import jax` anywhere: JAX reads its platform when it is imported. A developer
 # with an accelerator overrides it: `JAX_PLATFORMS=cuda scripts/test -m gpu`.
@@ -12,7 +13,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # which slows every matrix product of the suite; a test of sharding starts its own process with
 # `--xla_force_host_platform_device_count`.
 
-from collections.abc import Sequence
+# Steps that the tests compile are kept in the checkout, not in the user's home: engines of one
+# shape share them, and the next run finds them. JAX's key covers program, version and flags.
+os.environ.setdefault("PAGEDJAX_CACHE_DIR", str(Path(__file__).parent.parent / ".cache/pagedjax"))
+
+from collections.abc import Callable, Sequence
 
 import hypothesis
 import jax
@@ -51,3 +56,15 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 def rng() -> np.random.Generator:
     """A generator with the same stream in every test and run."""
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def assert_close() -> Callable[..., None]:
+    """A comparison in float64: same shape, no NaN, and nowhere further apart than `atol`."""
+
+    def compare(actual: object, expected: object, *, atol: float = 1e-5) -> None:
+        left, right = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+        assert left.shape == right.shape
+        np.testing.assert_allclose(left, right, rtol=0, atol=atol, equal_nan=False)
+
+    return compare
