@@ -18,6 +18,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import pairwise
 from typing import Any, NoReturn, Protocol, cast
 
 import jinja2
@@ -39,10 +40,11 @@ MAX_NESTING = 64  # of lists and objects in messages, tools and template argumen
 ROLES = ("system", "user", "assistant", "tool")
 MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _BUDGET = "render budget"  # with a space: no template can name it
-_OWN_NAMES = frozenset(
-    ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception",
-     "strftime_now")
-)  # fmt: skip
+_OWN_NAMES = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
+_OWN_NAMES |= {"raise_exception", "strftime_now"}
+
+type Messages = Sequence[Mapping[str, Any]]
+type Tools = Sequence[Mapping[str, Any]] | None
 
 
 class ChatEncoder(Protocol):
@@ -94,21 +96,17 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools = None,
         **options: Any,
     ) -> str:
         """The prompt's text; `options` are other names that this template reads."""
         return self._render(self._inputs(messages, add_generation_prompt, tools, options))
 
     def _inputs(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any],
+        self, messages: Messages, prompted: bool, tools: Tools, options: Mapping[str, Any]
     ) -> dict[str, Any]:
         for name in options:
             if name not in self._options:
@@ -121,7 +119,7 @@ class ChatTemplate:
         return {
             "messages": check_messages(messages),
             "tools": _checked_tools(tools),
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": prompted,
             **{name: _map_strings(value, _check_unicode, name) for name, value in options.items()},
         }
 
@@ -131,8 +129,8 @@ class ChatTemplate:
         pieces: list[str] = []
         try:
             for piece in self._template.generate(values):
-                pieces.append(piece)
                 budget.spend(len(piece))
+                pieces.append(piece)
         except RequestError:
             raise
         except _TemplateRefusal as error:
@@ -150,10 +148,10 @@ class ChatTemplate:
 def encode_chat(
     tokenizer: ChatEncoder,
     template: ChatTemplate | None,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Messages,
     *,
     add_generation_prompt: bool = True,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Tools = None,
     **options: Any,
 ) -> list[int]:
     """Token ids of a chat: the template's special tokens are recognised, a message's are not.
@@ -175,7 +173,7 @@ def encode_chat(
     return guard.encode(tokenizer, template._render(marked))
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def check_messages(messages: Messages) -> list[dict[str, Any]]:
     """Copies of the messages as templates want them: text parts joined, arguments as objects."""
     if not isinstance(messages, list | tuple) or not messages:
         raise _bad("messages", "a list of at least one message", messages)
@@ -249,12 +247,8 @@ class _Guard:
 
 
 def _insert(text: str, marks: Mapping[int, str]) -> str:
-    pieces: list[str] = []
-    start = 0
-    for position in sorted(marks):
-        pieces += (text[start:position], marks[position])
-        start = position
-    return "".join((*pieces, text[start:]))
+    cuts = sorted({0, *marks, len(text)})
+    return marks.get(0, "") + "".join(text[i:j] + marks.get(j, "") for i, j in pairwise(cuts))
 
 
 # ------------------------------------------------------------------------------------ messages
@@ -327,11 +321,10 @@ def _checked_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _checked_tools(tools: Any) -> list[Any] | None:
-    if tools is None:
-        return None
-    if not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools):
+    listed = () if tools is None else tools
+    if not isinstance(listed, list | tuple) or not all(isinstance(t, Mapping) for t in listed):
         raise _bad("tools", "a list of objects", tools)
-    return _map_strings(list(tools), _check_unicode, "tools") or None
+    return _map_strings(listed, _check_unicode, "tools") or None
 
 
 def _map_strings(value: Any, change: Callable[[str, str], str], where: str, depth: int = 0) -> Any:
@@ -363,10 +356,8 @@ def _check_unicode(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        surrogate = f"U+{ord(text[error.start]):04X} at character {error.start}"
-        raise RequestError(
-            f"`{where}` must be valid Unicode. Got the lone surrogate {surrogate}.", param=where
-        ) from error
+        surrogate = f"lone surrogate at character {error.start}"
+        raise _bad(where, "valid Unicode", surrogate) from error
     return text
 
 
@@ -402,7 +393,6 @@ class _Budget:
         self._deadline = time.monotonic() + MAX_RENDER_SECONDS
 
     def spend(self, num_chars: int) -> None:
-        """Counts output, and looks at the clock."""
         self._num_chars += num_chars
         self.check_size(self._num_chars)
         if time.monotonic() > self._deadline:
@@ -412,7 +402,6 @@ class _Budget:
             )
 
     def check_size(self, num_chars: int) -> None:
-        """Refuses a text or list of this size."""
         if num_chars > self._max_chars:
             raise RequestError(
                 f"The chat template must write at most {self._max_chars} characters for these "
@@ -501,7 +490,6 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 - Jinja's own interface
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Returns the section's body."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

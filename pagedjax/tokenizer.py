@@ -110,7 +110,7 @@ class TextTokenizer(Tokenizer):
         self._added = {id_: token.content for id_, token in added.items()}
         self._byte_level, self._byte_fallback, self.dropped_prefix = _decoder_kind(backend)
         self.is_bytewise = self._byte_level or self._byte_fallback
-        self._vocab_size = vocab_size or _first_free_id(backend)
+        self._vocab_size = vocab_size or max(backend.get_vocab().values(), default=-1) + 1
         self._bytes: list[bytes | None] = [None] * self._vocab_size  # filled when first used
         self.special_tokens = {t.content: i for i, t in added.items() if t.special}
         self._special_ids = frozenset(self.special_tokens.values())
@@ -248,8 +248,7 @@ def _from_directory(path: Path) -> TextTokenizer:
 
 
 def _backend_of(spec: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
-    # Dropout would make the same text other tokens each time; the rest is switched off again later.
-    spec.update(truncation=None, padding=None)
+    # Dropout would make the same text other tokens each time.
     if isinstance(spec.get("model"), dict):
         spec["model"]["dropout"] = None
     for token in spec.get("added_tokens") or ():
@@ -292,7 +291,7 @@ def _template_of(path: Path, config: dict[str, Any]) -> str | None:
         source = named.get("default")
     if source is not None and not isinstance(source, str):
         raise ModelFormatError(
-            f"{path / 'tokenizer_config.json'}: `chat_template` must be text. Got {_shown(source)}."
+            f"{path / 'tokenizer_config.json'}: `chat_template` must be text. Got {source!r:.80}."
         )
     return source
 
@@ -342,7 +341,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "llama3": (_CASELESS_WORDS % r"\p{N}{1,3}",),
     "qwen2": (_CASELESS_WORDS % r"\p{N}",),
 }
-_LLAMA3 = ("llama-bpe", "llama3")  # whole words before merges, and a bos unless the file says no
+_LLAMA3 = ("llama-bpe", "llama3")  # whole words before merges; a bos unless the file says no
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
 
 
@@ -416,7 +415,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Seq
 def _strings(metadata: Mapping[str, object], key: str) -> list[str]:
     value = metadata.get(key)
     if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
-        raise ModelFormatError(f"`{key}` must be an array of strings. Got {_shown(value)}.")
+        raise ModelFormatError(f"`{key}` must be an array of strings. Got {value!r:.80}.")
     return list(value)
 
 
@@ -424,13 +423,11 @@ def _token_types(metadata: Mapping[str, object], num_tokens: int) -> list[int]:
     value: Any = metadata.get("tokenizer.ggml.token_type")
     if value is None:
         return [1] * num_tokens
-    types = [int(v) for v in value]
-    if len(types) != num_tokens:
+    if len(value) != num_tokens:
         raise ModelFormatError(
-            f"`tokenizer.ggml.token_type` must have one entry for each of {num_tokens} tokens. "
-            f"Got {len(types)}."
+            f"`tokenizer.ggml.token_type` must have {num_tokens} entries. Got {len(value)}."
         )
-    return types
+    return [int(kind) for kind in value]
 
 
 def _token_id(metadata: Mapping[str, object], name: str, num_tokens: int) -> int | None:
@@ -489,13 +486,9 @@ def _decoder_kind(backend: tokenizers.Tokenizer) -> tuple[bool, bool, str]:
     return False, False, ""
 
 
-def _first_free_id(backend: tokenizers.Tokenizer) -> int:
-    return max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-
 def _check_text(text: str) -> None:
     if not isinstance(text, str):
-        raise RequestError(f"The text must be a string. Got {_shown(text)}.", param="prompt")
+        raise RequestError(f"The text must be a string. Got {text!r:.80}.", param="prompt")
     if text.isascii():
         return
     try:
@@ -506,7 +499,3 @@ def _check_text(text: str) -> None:
             f"U+{ord(text[error.start]):04X} at character {error.start}.",
             param="prompt",
         ) from error
-
-
-def _shown(value: object) -> str:
-    return f"{value!r:.80}"
