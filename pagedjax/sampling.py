@@ -34,6 +34,8 @@ IN_PROMPT = 1 << 15
 BANNED = 1 << 14
 MAX_COUNT = BANNED - 1
 
+MANY = 2.0**24  # more than any vocabulary; floats count exactly up to here
+
 # exp(logit - largest) below this is taken as 0: no draw of 2^24 bits can reach it, and thresholds
 # stay clear of subnormal numbers, which some devices flush to 0.
 LEAST_LIKELIHOOD = 2.0**-100
@@ -312,26 +314,51 @@ def _limits(
       threshold, and `ties_from` f32[R]: of tokens at the threshold, those with `_rank_of_ids` >=
       it stay.
     """
-    floor = jnp.maximum(rows.min_p, LEAST_LIKELIHOOD)  # f32[R]
-    by_k = draws & (rows.top_k > 0)
-    k = rows.top_k.astype(jnp.float32)
-    threshold = _search(likelihood, k, floor, by_k, by_mass=False)
-    above, above_mass, equal = _totals(likelihood, threshold)
-    num_ties = jnp.where(by_k, jnp.clip(k - above, 1, equal), equal)  # kept at the threshold
-
-    by_p = draws & (rows.top_p < 1)
-    mass = rows.top_p * (above_mass + threshold * num_ties)
-    p_threshold = _search(likelihood, mass, threshold, by_p, by_mass=True)
-    _, above_mass, p_equal = _totals(likelihood, p_threshold)
-    most = jnp.where(p_threshold > threshold, p_equal, num_ties)
-    needed = jnp.ceil((mass - above_mass) / p_threshold)
-    num_ties = jnp.where(by_p, jnp.clip(needed, 1, most), num_ties)
-
-    drops_ties = p_equal > num_ties
-    ties_from = _if_any(
-        drops_ties, lambda: _ties_from(likelihood, p_threshold, num_ties, drops_ties)
+    threshold = jnp.maximum(rows.min_p, LEAST_LIKELIHOOD)  # f32[R]
+    num_ties = jnp.full_like(threshold, MANY)  # how many at the threshold stay
+    by_k, by_p = draws & (rows.top_k > 0), draws & (rows.top_p < 1)
+    threshold, num_ties = lax.cond(
+        jnp.any(by_k),
+        lambda: _first_k(likelihood, threshold, rows.top_k, by_k),
+        lambda: (threshold, num_ties),
     )
-    return p_threshold, ties_from
+    threshold, num_ties = lax.cond(
+        jnp.any(by_p),
+        lambda: _first_mass(likelihood, threshold, num_ties, rows.top_p, by_p),
+        lambda: (threshold, num_ties),
+    )
+    drops_ties = (num_ties < MANY) & (_count(likelihood == threshold[:, None, None]) > num_ties)
+    ties_from = _if_any(drops_ties, lambda: _ties_from(likelihood, threshold, num_ties, drops_ties))
+    return threshold, ties_from
+
+
+def _first_k(
+    likelihood: jax.Array, floor: jax.Array, top_k: jax.Array, active: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Threshold and ties at it, f32[R] each, that keep the first k of the tokens >= `floor`."""
+    k = top_k.astype(jnp.float32)
+    threshold = _search(likelihood, k, floor, active, by_mass=False)
+    above = _count(likelihood > threshold[:, None, None])
+    return threshold, jnp.where(active, jnp.maximum(k - above, 1), MANY)
+
+
+def _first_mass(
+    likelihood: jax.Array,
+    floor: jax.Array,
+    floor_ties: jax.Array,
+    top_p: jax.Array,
+    active: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Threshold and ties at it, f32[R] each, that keep the fraction `top_p` of what was kept."""
+    limit = floor[:, None, None]
+    ties = jnp.minimum(_count(likelihood == limit), floor_ties)
+    mass = top_p * (_sum(jnp.where(likelihood > limit, likelihood, 0.0)) + floor * ties)
+    threshold = _search(likelihood, mass, floor, active, by_mass=True)
+    limit = threshold[:, None, None]
+    above = _sum(jnp.where(likelihood > limit, likelihood, 0.0))
+    num_ties = jnp.maximum(jnp.ceil((mass - above) / threshold), 1)
+    most = jnp.where(threshold > floor, MANY, floor_ties)
+    return threshold, jnp.where(active, jnp.minimum(num_ties, most), floor_ties)
 
 
 def _ties_from(
@@ -372,21 +399,10 @@ def _search(
         return low, jnp.where(is_fewest & (middle + 1 < high), middle + 1, high)
 
     low = lax.bitcast_convert_type(floor, jnp.int32)
-    past_all = lax.bitcast_convert_type(_max(values), jnp.int32) + 1
+    past_all = lax.bitcast_convert_type(jnp.max(values, axis=(1, 2)), jnp.int32) + 1
     high = jnp.where(active, jnp.maximum(past_all, low + 1), low + 1)
     low, _ = lax.while_loop(lambda b: jnp.any(b[1] - b[0] > 1), halve, (low, high))
     return lax.bitcast_convert_type(low, jnp.float32)
-
-
-def _totals(values: jax.Array, threshold: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """f32[R] each: how many values exceed the threshold, their sum, how many equal it."""
-    limit = threshold[:, None, None]
-    above = values > limit
-    return (
-        _sum(above.astype(jnp.float32)),
-        _sum(jnp.where(above, values, 0.0)),
-        _sum((values == limit).astype(jnp.float32)),
-    )
 
 
 def _report(
@@ -404,7 +420,7 @@ def _report(
     limit = chosen[:, None, None]
     is_lower_id = _ids(chunks.shape[1]) < tokens[:, None, None]
     is_likelier = (logits > limit) | ((logits == limit) & is_lower_id)
-    rank = 1 + _sum(is_likelier.astype(jnp.float32)).astype(jnp.int32)
+    rank = 1 + _count(is_likelier).astype(jnp.int32)
 
     top_ids, top_logits = _if_any(asked & (num_logprobs > 0), lambda: _likeliest(chunks))
     column = jnp.arange(MAX_LOGPROBS, dtype=jnp.int32)[None, :]
@@ -481,8 +497,9 @@ def _sum(values: jax.Array) -> jax.Array:
     return jnp.sum(lax.optimization_barrier(jnp.sum(values, axis=1)), axis=1)
 
 
-def _max(values: jax.Array) -> jax.Array:
-    return jnp.max(values, axis=(1, 2))
+def _count(flags: jax.Array) -> jax.Array:
+    """f32[R] how many of bool[R, C, LANES] are True."""
+    return _sum(flags.astype(jnp.float32))
 
 
 def _plain_zero(values: jax.Array) -> jax.Array:
@@ -497,7 +514,7 @@ def _ids(num_chunks: int) -> jax.Array:
 
 
 def _rank_of_ids(num_chunks: int) -> jax.Array:
-    """f32[1, C, LANES], C * LANES for id 0 down to 1: low ids first, exact below 2^24."""
+    """f32[1, C, LANES], C * LANES for id 0 down to 1: low ids first, exact up to 2^24."""
     return (num_chunks * LANES - _ids(num_chunks)).astype(jnp.float32)
 
 
