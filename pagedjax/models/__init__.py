@@ -1,0 +1,1 @@
+"""Model families: NNX decoders that attend over pages. Knows names in files, but reads no file."""

@@ -1,0 +1,112 @@
+"""Building blocks of the decoders: products, norms, dense attention. Knows nothing of pages.
+
+Weights are stored [out, in]: a row for each output. On a CPU that layout's product is the faster
+one, and it is the layout of the files. Products accumulate in float32 whatever the dtype, and
+float32 products are never rounded to a faster format. Norms and softmax are float32.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+_INIT = nnx.initializers.normal(0.02)  # what GPT-2 and the Llama family start training from
+
+
+def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [num_rows, in] times weight [out, in]: f32[num_rows, out]."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    contract_last = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(
+        x, weight, contract_last, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+class Linear(nnx.Module):
+    """`x @ weight.T + bias` with `weight [out, in]`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = False,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.weight = nnx.Param(_INIT(rngs.params(), (out_features, in_features), dtype))
+        self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [num_rows, in] -> [num_rows, out] in x's dtype."""
+        out = product(x, self.weight[...])
+        if self.bias is not None:
+            out = out + self.bias[...].astype(jnp.float32)[None, :]
+        return out.astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """A vector for each token; also the output projection of a model that ties the two."""
+
+    def __init__(
+        self, vocab_size: int, embed_dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
+    ) -> None:
+        self.weight = nnx.Param(_INIT(rngs.params(), (vocab_size, embed_dim), dtype))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """i32[num_tokens] -> [num_tokens, embed_dim]."""
+        return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+
+
+class RMSNorm(nnx.Module):
+    """Scales each row to unit root mean square, then by a learnt weight; in float32."""
+
+    def __init__(self, dim: int, *, epsilon: float, dtype: jnp.dtype) -> None:
+        self.weight = nnx.Param(jnp.ones((dim,), dtype))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [num_rows, dim] -> the same shape and dtype."""
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        unit = wide * jax.lax.rsqrt(mean_square + jnp.float32(self.epsilon))
+        return (unit * self.weight[...].astype(jnp.float32)[None, :]).astype(x.dtype)
+
+
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """[num_rows, 2 * ffw_dim], gate first -> silu(gate) * up, [num_rows, ffw_dim]."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
+def dense_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, sliding_window: int | None = None
+) -> jax.Array:
+    """Causal attention without pages, every sequence from position 0.
+
+    Args:
+      q: [batch, length, num_q_heads, head_dim].
+      k, v: [batch, length, num_kv_heads, head_dim].
+      sliding_window: a query sees the last so many positions, its own included.
+
+    Returns:
+      [batch, length, num_q_heads, head_dim] in q's dtype.
+    """
+    batch, length, num_q_heads, head_dim = q.shape
+    grouped = q.reshape(batch, length, k.shape[2], -1, head_dim)  # K groups of G query heads
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    scores = jnp.einsum(
+        "btkgh,bskh->bkgts", grouped, k, precision=precision, preferred_element_type=jnp.float32
+    )
+    scores = scores * jnp.float32(head_dim**-0.5)
+    query, key = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
+    visible = key <= query
+    if sliding_window is not None:
+        visible &= key > query - sliding_window
+    scores = jnp.where(visible[None, None, None], scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum(
+        "bkgts,bskh->btkgh", weights, v, precision=precision, preferred_element_type=jnp.float32
+    )
+    return out.reshape(batch, length, num_q_heads, head_dim).astype(q.dtype)

@@ -1,0 +1,118 @@
+"""Fills a module's parameters from a checkpoint: names, shapes and kinds first, all problems at once.
+
+The module is made abstractly (`nnx.eval_shape`), so memory holds the final weights and one tensor
+being read, never random weights or a second copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pagedjax.models.family import Layout, Source
+from pagedjax.weights.checkpoint import Checkpoint, StoredTensor
+
+type Progress = Callable[[int, int], None]  # (done, total) bytes of the finished weights
+
+_CHUNK_ELEMENTS = 2**21  # decoded at once: small beside any model, large beside a call's cost
+
+
+def assemble(
+    build: Callable[[], nnx.Module],
+    layout: Layout,
+    checkpoint: Checkpoint,
+    dtype: jnp.dtype,
+    progress: Progress | None = None,
+) -> nnx.Module:
+    """The module with the checkpoint's weights, on the default device.
+
+    Args:
+      build: makes the module with random weights; only traced.
+      layout: where each parameter comes from.
+      checkpoint: the tensors.
+      dtype: of all parameters.
+      progress: called after each parameter.
+
+    Raises:
+      ModelFormatError: lists all tensors that are missing, unexpected, damaged, of a wrong shape,
+        or of a kind that cannot be decoded.
+    """
+    check(layout, checkpoint)
+    graphdef, state = nnx.split(nnx.eval_shape(build))
+    paths, tree = jax.tree.flatten_with_path(state)
+    total = sum(leaf.size for _, leaf in paths) * dtype.itemsize
+    arrays: list[jax.Array] = []
+    done = 0
+    for key_path, leaf in paths:
+        sources = layout.sources[_dotted(key_path)]
+        arrays.append(_parameter(sources, checkpoint, leaf.shape, dtype))
+        done += arrays[-1].nbytes
+        if progress:
+            progress(done, total)
+    return nnx.merge(graphdef, jax.tree.unflatten(tree, arrays))
+
+
+def check(layout: Layout, checkpoint: Checkpoint) -> None:
+    """Compares names, shapes and kinds; raises one `ModelFormatError` for everything wrong."""
+    problems = checkpoint.problems
+    expected = {source.name: source for parts in layout.sources.values() for source in parts}
+    for name, source in expected.items():
+        tensor = checkpoint.tensors.get(name)
+        if tensor is None:
+            problems.add("missing", name)
+        elif tensor.shape != source.shape:
+            problems.add(
+                "of a wrong shape",
+                f"{name} (expected {list(source.shape)}, got {list(tensor.shape)})",
+            )
+        elif tensor.decode is None:
+            problems.add("of a type that pagedjax does not decode", f"{name} ({tensor.kind})")
+    for name in sorted(checkpoint.tensors.keys() - expected.keys() - layout.ignored):
+        problems.add("unexpected", name)
+    problems.raise_if_any(checkpoint.name)
+
+
+def _parameter(
+    sources: tuple[Source, ...], checkpoint: Checkpoint, shape: tuple[int, ...], dtype: jnp.dtype
+) -> jax.Array:
+    """The rows of all sources, one after another."""
+    out = np.empty(shape, dtype)
+    start = 0
+    for source in sources:
+        stop = start + source.shape[0]
+        _read_into(out[start:stop], checkpoint.tensors[source.name])
+        if source.interleaved_heads:
+            _to_halves(out[start:stop], source.interleaved_heads)
+        start = stop
+    assert start == shape[0], "the layout's sources fill the parameter"
+    return jax.device_put(out)
+
+
+def _read_into(out: np.ndarray, tensor: StoredTensor) -> None:
+    """Decodes a tensor chunk by chunk into `out`, a contiguous array of its shape."""
+    rows = out.reshape(tensor.num_rows, -1)
+    for start, stop in _chunks(tensor.num_rows, rows.shape[1]):
+        rows[start:stop] = tensor.read_rows(start, stop)
+
+
+def _chunks(num_rows: int, row_size: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _CHUNK_ELEMENTS // row_size)
+    for start in range(0, num_rows, step):
+        yield start, min(start + step, num_rows)
+
+
+def _to_halves(rows: np.ndarray, num_heads: int) -> None:
+    """Reorders each head's rows in place: (0, 1), (2, 3), ... -> 0, 2, ..., 1, 3, ..."""
+    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    rows[...] = pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _dotted(key_path: tuple[Any, ...]) -> str:
+    """layers.0.qkv.weight, from the state's key path."""
+    keys = [getattr(key, "key", getattr(key, "name", None)) for key in key_path]
+    return ".".join(str(key) for key in keys if key not in (None, "value"))
