@@ -95,7 +95,7 @@ class Model(Protocol):
         """Sampling parameters that hold where a request gives none."""
         ...
 
-    def encode_chat(self, messages: list[Json]) -> list[int]:
+    def encode_chat(self, messages: Any) -> list[int]:
         """Token ids of a conversation, or `RequestError`."""
         ...
 

@@ -92,7 +92,8 @@ class ApiRequest:
     """One checked request body; its prompts are not tokenised yet.
 
     Attributes:
-      prompts: texts or token ids; empty for a chat, which has `messages`.
+      prompts: texts or token ids; empty for a chat.
+      messages: of a chat, not checked yet; None for completions.
       model: the name that the caller gave, or None.
       max_logprobs: likeliest tokens to show beside each token; None: no logprobs at all.
       echo: completions: the prompt comes before the answer.
@@ -101,7 +102,7 @@ class ApiRequest:
 
     endpoint: Endpoint
     prompts: tuple[str | list[int], ...]
-    messages: list[Json] | None
+    messages: Any
     params: SamplingParams
     model: str | None
     cache_salt: str | None
@@ -208,47 +209,15 @@ def _prompts(value: Any) -> tuple[str | list[int], ...]:
     return tuple(value)
 
 
-def _messages(value: Any) -> list[Json]:
-    if not isinstance(value, list) or not value:
+def _messages(value: Any) -> Any:
+    """The messages as they came: whoever applies the chat template checks them."""
+    if value is None:
         raise RequestError(
-            f"`messages` must be a list of at least one message. Got {_kind(value)}.",
+            "`messages` must be a list of at least one message. Got nothing.",
             param="messages",
-            code="missing_required_parameter" if value is None else "invalid_value",
+            code="missing_required_parameter",
         )
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
-
-
-def _message(message: Any, where: str) -> Json:
-    """A message with its content as one text, whichever of OpenAI's two forms it came in."""
-    if not isinstance(message, dict):
-        raise RequestError(f"`{where}` must be an object. Got {_kind(message)}.", param=where)
-    if not isinstance(message.get("role"), str) or not message["role"]:
-        raise RequestError(
-            f"`{where}.role` must be a string. Got {_kind(message.get('role'))}.",
-            param=f"{where}.role",
-        )
-    for name, value in message.items():
-        if name not in ("role", "content", "name") and value not in (None, [], ""):
-            raise RequestError(
-                f"`{where}.{_short(name)}` is not supported here. Leave it out.",
-                param=f"{where}.{_short(name)}",
-                code="unsupported_parameter",
-            )
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [content]
-    texts = [_part_text(part, f"{where}.content") for part in parts]
-    named = {"name": message["name"]} if message.get("name") is not None else {}
-    return {"role": message["role"], "content": "".join(texts), **named}
-
-
-def _part_text(part: Any, where: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text":
-        part = part.get("text")
-    if not isinstance(part, str):
-        raise RequestError(
-            f"`{where}` must be text or a list of text parts. Got {_kind(part)}.", param=where
-        )
-    return part
+    return value
 
 
 def _chat_logprobs(given: Json) -> int | None:
