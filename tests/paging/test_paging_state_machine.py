@@ -26,9 +26,10 @@ class PagingMachine(RuleBasedStateMachine):
 
     world: World
 
-    @initialize(num_pages=st.integers(2, 14), page_size=st.sampled_from([1, 2, 3, 4]))
+    @initialize(num_pages=st.integers(2, 16), page_size=st.sampled_from([1, 2, 3, 4]))
     def begin(self, num_pages: int, page_size: int) -> None:
         self.world = World(num_pages, page_size)
+        self.past: list[tuple[list[int], str | None]] = []  # what finished, to be asked again
 
     def has_streams(self) -> bool:
         return bool(self.world.streams)
@@ -87,6 +88,28 @@ class PagingMachine(RuleBasedStateMachine):
     def register_all(self, data: st.DataObject) -> None:
         stream = self.pick(data)
         self.world.register(stream, len(stream.tokens))
+
+    @rule(tokens=st.lists(st.integers(0, 2), min_size=4, max_size=9), salt=SALTS)
+    def run_to_its_end(self, tokens: list[int], salt: str | None) -> None:
+        stream = self.world.start(tokens, salt)
+        if stream is not None:
+            self.world.register(stream, len(tokens))
+            self.world.release(stream)
+            self.past.append((tokens, salt))
+
+    @precondition(lambda self: self.past)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 2), max_size=3))
+    def ask_again(self, data: st.DataObject, more: list[int]) -> None:
+        tokens, salt = data.draw(st.sampled_from(self.past))
+        self.world.start([*tokens, *more], salt)
+
+    @precondition(has_streams)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 2), min_size=1, max_size=3))
+    def register_then_go_back_and_on(self, data: st.DataObject, tokens: list[int]) -> None:
+        stream = self.pick(data)
+        self.world.register(stream, len(stream.tokens))
+        self.world.truncate(stream, data.draw(st.integers(0, len(stream.tokens))))
+        self.world.grow(stream, tokens)
 
     @precondition(has_streams)
     @rule(data=st.data())

@@ -48,7 +48,7 @@ def test_17_equal_tokens_at_page_size_16_hit_16() -> None:
 
 
 def test_a_full_hit_leaves_a_token_to_run() -> None:
-    """Seen elsewhere: a prompt of exactly k pages hits k - 1, or nothing is left to compute logits from."""
+    """Seen elsewhere: a prompt of exactly k pages hit k, and no token was left to run."""
     allocator, cache = new_cache()
     table, _ = computed(allocator, cache, list(range(12)))
     assert hits(cache, list(range(12))) == table.pages[:2]
@@ -138,7 +138,7 @@ def test_registration_goes_on_from_the_hit() -> None:
 
 
 def test_a_preempted_sequence_finds_its_pages_again_or_registers_new_ones() -> None:
-    """Seen elsewhere: a stale count of cached pages after preemption. There is no count to go stale."""
+    """Seen elsewhere: a stale count of cached pages after preemption. Here nothing is counted."""
     allocator, cache = new_cache(num_pages=6)
     tokens = list(range(10))
     table, chain = computed(allocator, cache, tokens)
