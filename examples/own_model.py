@@ -20,6 +20,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from pagedjax import LLM, Batch, KVCache, SamplingParams, attend
+from pagedjax.tokenizer import Tokenizer
 
 ALPHABET = "0123456789+=; "
 LINE = 12  # characters that a training line is padded to
@@ -100,32 +101,25 @@ class Adder(nnx.Module):
         return self.head(hidden)
 
 
-class Characters:
-    """The smallest tokenizer that `LLM` accepts: a character is a token."""
+class Characters(Tokenizer):
+    """A character is a token; an answer ends with `;`."""
 
-    vocab_size = len(ALPHABET)
     eos_token_ids = frozenset({ALPHABET.index(";")})
-    special_ids = eos_token_ids
-    bos_token_id = None
-    add_bos = False
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of characters."""
+        return len(ALPHABET)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Text to ids."""
-        del special_tokens  # no special token can be mistaken for text here
+        del special_tokens  # there are none
         return [ALPHABET.index(char) for char in text]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids to text."""
-        kept = [i for i in ids if not (skip_special_tokens and i in self.special_ids)]
-        return "".join(ALPHABET[i] for i in kept)
-
-    def token_text(self, token: int) -> str:
-        """One token as text."""
-        return ALPHABET[token]
-
-    def token_bytes(self, token: int) -> bytes:
-        """One token as UTF-8."""
-        return ALPHABET[token].encode()
+        del skip_special_tokens
+        return "".join(ALPHABET[i] for i in ids)
 
 
 def make_lines(rng: np.random.Generator, count: int) -> np.ndarray:

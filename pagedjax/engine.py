@@ -28,7 +28,7 @@ from pagedjax.request import (
 )
 from pagedjax.scheduler import Scheduler
 from pagedjax.throughput import ThroughputLog
-from pagedjax.tokenizer import Tokenizer
+from pagedjax.tokenizer import Tokenizer, encode_prompt
 
 logger = logging.getLogger("pagedjax")
 
@@ -183,10 +183,7 @@ class LLMEngine:
     def _token_ids(self, prompt: Any) -> tuple[int, ...]:
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer("a prompt of text", "prompt")
-            ids = tokenizer.encode(prompt)
-            if tokenizer.add_bos and tokenizer.bos_token_id is not None:
-                ids = [tokenizer.bos_token_id, *ids]
-            return tuple(ids)
+            return tuple(encode_prompt(tokenizer, prompt))
         if not isinstance(prompt, list | tuple):
             raise RequestError(
                 f"`prompt` must be text or a list of token ids. Got {type(prompt).__name__}.",

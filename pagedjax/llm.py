@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 from tqdm import tqdm
 
 from pagedjax import device
@@ -65,11 +66,13 @@ class LLM:
             loaded = load_model(
                 resolve_model(os.fspath(model)),
                 dtype=config.dtype,
-                default_dtype=device.defaults().dtype,
+                default_dtype=jnp.dtype(device.defaults().dtype),
             )
         self.tokenizer = _tokenizer(tokenizer, loaded)
         self.model_name = type(model).__name__ if loaded is None else loaded.name
-        self.default_params: dict[str, Any] = {} if loaded is None else dict(loaded.default_params)
+        self.default_params: dict[str, Any] = (
+            {} if loaded is None else dict(loaded.sampling_defaults)
+        )
         self._template = _template(chat_template, loaded, self.tokenizer)
         facts = _facts(model, loaded, self.tokenizer, time.monotonic() - started)
         self._terminal = sys.stderr.isatty()
@@ -130,10 +133,10 @@ class LLM:
         Raises:
           RequestError: there is no template, or the messages do not fit it.
         """
-        if self._template is None or self.tokenizer is None:
+        if self.tokenizer is None:
             raise RequestError(
-                "`messages` must not be used with this model: it has no chat template. "
-                "Use a prompt, or give `chat_template`.",
+                "`messages` must not be used with this engine: it has no tokenizer. "
+                "Use a prompt of token ids.",
                 param="messages",
             )
         return encode_chat(self.tokenizer, self._template, messages)
@@ -241,15 +244,17 @@ def _tokenizer(given: Any, loaded: LoadedModel | None) -> Tokenizer | None:
         return None
     if loaded.gguf_metadata is not None:
         return TextTokenizer.from_gguf(loaded.gguf_metadata)
-    return TextTokenizer.from_directory(loaded.directory)
+    return None if loaded.directory is None else TextTokenizer.from_directory(loaded.directory)
 
 
 def _template(
     source: str | None, loaded: LoadedModel | None, tokenizer: Tokenizer | None
 ) -> ChatTemplate | None:
-    own = None if loaded is None else getattr(tokenizer, "chat_template", None)
-    source = source or own
-    if source is None or tokenizer is None:
+    if source is None and loaded is not None:
+        source = loaded.chat_template_source
+    if source is None and tokenizer is not None:
+        source = getattr(tokenizer, "chat_template", None)
+    if source is None:
         return None
     return ChatTemplate(
         source,
@@ -267,7 +272,7 @@ def _facts(
         return ModelFacts(name=type(model).__name__, max_model_len=longest, eos_token_ids=eos)
     return ModelFacts(
         name=loaded.name,
-        max_model_len=loaded.max_model_len,
-        eos_token_ids=eos | loaded.eos_token_ids,
+        max_model_len=loaded.config.max_positions,
+        eos_token_ids=eos | frozenset(loaded.eos_token_ids),
         load_seconds=seconds,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from flax import nnx
 
 from pagedjax.attention import Batch, attend
 from pagedjax.kv_cache import KVCache
+from pagedjax.tokenizer import Tokenizer
 
 VOCAB = 32
 MAX_LEN = 256
@@ -81,28 +83,23 @@ class TinyLM(nnx.Module):
         return y / jnp.sqrt(jnp.mean(y * y, axis=-1, keepdims=True))
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Token i is the character of code 96 + i; enough for a vocabulary of 32."""
 
-    vocab_size = VOCAB
     eos_token_ids = frozenset({0})
-    special_ids = frozenset({0})
-    bos_token_id = None
-    add_bos = False
+    special_tokens = MappingProxyType({"`": 0})
+
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        del special_tokens  # there are none that can be typed
+        del special_tokens  # the tests never type one where it would be a forgery
         return [(ord(char) - 96) % VOCAB for char in text]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         kept = [i for i in ids if not (skip_special_tokens and i in self.special_ids)]
-        return "".join(self.token_text(i) for i in kept)
-
-    def token_text(self, token: int) -> str:
-        return chr(96 + token)
-
-    def token_bytes(self, token: int) -> bytes:
-        return self.token_text(token).encode()
+        return "".join(chr(96 + i) for i in kept)
 
 
 @functools.cache

@@ -8,11 +8,22 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from pagedjax.batch_job import Summary, run_batch
 from pagedjax.batch_job import job as job_module
 from pagedjax.batch_job.lines import MAX_LINE_BYTES, read_lines
+from pagedjax.openai_api.requests import (
+    HARMLESS,
+    OWN,
+    OWN_OF,
+    SAMPLING,
+    UNSUPPORTED,
+    UNSUPPORTED_OF,
+    Endpoint,
+)
 from tests.batch_fakes import FakeLLM
 
 type Row = dict[str, Any]
@@ -247,6 +258,38 @@ def test_bad_line_fails_alone_and_by_its_number(bad: bytes, code: str, message: 
     assert message in error["message"]
     assert len(error["message"]) < 400
     assert (summary.answered, summary.failed) == (2, 1)
+
+
+NAMES = sorted(
+    SAMPLING | OWN | HARMLESS | OWN_OF[Endpoint.COMPLETIONS] | OWN_OF[Endpoint.CHAT] | {"custom_id"}
+    | set(UNSUPPORTED) | set(UNSUPPORTED_OF[Endpoint.CHAT]) | {"method", "url", "body", "other"}
+)  # fmt: skip
+ODD = st.recursive(
+    st.none() | st.booleans() | st.text(max_size=3) | st.floats(allow_nan=False)
+    | st.integers(-2, 3) | st.sampled_from([2**31, 2**64, -(10**40), 1e300, "POST", "0"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)  # fmt: skip
+
+
+@hypothesis.given(
+    st.sampled_from(["prompt", "messages"]), st.dictionaries(st.sampled_from(NAMES), ODD)
+)
+def test_no_value_of_any_parameter_is_more_than_a_bad_request(kind: str, body: Row) -> None:
+    """Whatever a line holds, it is answered or refused: it never reaches a bug of ours."""
+    first = "a" if kind == "prompt" else [{"role": "user", "content": "a"}]
+    rows, _ = run([json.dumps({kind: first, **body}).encode(), line("ab")])
+    assert rows[0]["response"]["status_code"] in (200, 400), rows[0]["error"]
+    assert text_of(rows[1]) == "AB"
+
+
+@hypothesis.given(st.binary(max_size=40), st.sampled_from([b"", b'{"prompt": "a", "n": ', b"["]))
+def test_no_bytes_are_more_than_a_bad_line(noise: bytes, start: bytes) -> None:
+    raw = (start + noise).replace(b"\n", b"")
+    rows, summary = run([raw, line("ab", "x")])
+    assert text_of(rows[-1]) == "AB"
+    assert summary.num_lines == 2
+    assert all(row["response"]["status_code"] in (200, 400) for row in rows)
 
 
 def test_error_lines_keep_the_custom_id_and_name_the_parameter() -> None:

@@ -1,4 +1,4 @@
-"""The decoder of the Llama family as a Flax NNX module: on pages, and dense, with one set of weights.
+"""The Llama family's decoder as a Flax NNX module: on pages, and dense, with the same weights.
 
 `ModelConfig` says what differs between its members. Knows nothing of files (see `llama.py` for
 the names that files use) and nothing of requests.
@@ -101,7 +101,7 @@ class DecoderLayer(nnx.Module):
     q, k and v are one product, and so are gate and up: fewer, larger products.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs | None) -> None:
         def linear(in_features: int, out_features: int, use_bias: bool) -> Linear:
             return Linear(in_features, out_features, use_bias=use_bias, dtype=dtype, rngs=rngs)
 
@@ -120,7 +120,7 @@ class DecoderLayer(nnx.Module):
     def before_attention(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [num_tokens, embed_dim] -> q, k (positions encoded) and v, [num_tokens, heads, head_dim]."""
+        """x [num_tokens, embed_dim] -> q, k (turned) and v, each [num_tokens, heads, head_dim]."""
         config = self.config
         qkv = self.qkv(self.attention_norm(x))
         heads = qkv.reshape(x.shape[0], -1, config.head_dim)
@@ -141,9 +141,13 @@ class Decoder(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, dtype: jnp.dtype | type = jnp.float32, rngs: nnx.Rngs
+        self,
+        config: ModelConfig,
+        *,
+        dtype: jnp.dtype | type = jnp.float32,
+        rngs: nnx.Rngs | None = None,
     ) -> None:
-        """Random weights. `weights.load_model` fills the same module from a file instead."""
+        """Random weights, or zeros to be filled from a file if `rngs` is None."""
         dtype = jnp.dtype(dtype)
         self.config = config
         self.num_layers = config.num_layers

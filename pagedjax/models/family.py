@@ -46,7 +46,7 @@ class HFFamily:
     """A family in Hugging Face's form.
 
     Attributes:
-      build: the module with random weights; run under `nnx.eval_shape` it allocates nothing.
+      build: the module, weights to be filled in; run under `nnx.eval_shape` it allocates nothing.
       from_hf: config.json -> config.
       layout: names in safetensors files.
     """
@@ -61,7 +61,7 @@ class GGUFFamily:
     """A family in a GGUF file.
 
     Attributes:
-      build: the module with random weights; run under `nnx.eval_shape` it allocates nothing.
+      build: the module, weights to be filled in; run under `nnx.eval_shape` it allocates nothing.
       from_gguf: metadata, tensor names and the numbers of `rope_freqs.weight` (none if it is not
         there) -> config.
       layout: names in the file.

@@ -14,6 +14,11 @@ from flax import nnx
 _INIT = nnx.initializers.normal(0.02)  # what GPT-2 and the Llama family start training from
 
 
+def initial(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """A matrix to start training from; zeros without `rngs`, for weights that a file will fill."""
+    return jnp.zeros(shape, dtype) if rngs is None else _INIT(rngs.params(), shape, dtype)
+
+
 def product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x [num_rows, in] times weight [out, in]: f32[num_rows, out]."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -33,9 +38,9 @@ class Linear(nnx.Module):
         *,
         use_bias: bool = False,
         dtype: jnp.dtype,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
     ) -> None:
-        self.weight = nnx.Param(_INIT(rngs.params(), (out_features, in_features), dtype))
+        self.weight = nnx.Param(initial(rngs, (out_features, in_features), dtype))
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -50,9 +55,9 @@ class Embedding(nnx.Module):
     """A vector for each token; also the output projection of a model that ties the two."""
 
     def __init__(
-        self, vocab_size: int, embed_dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
+        self, vocab_size: int, embed_dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None
     ) -> None:
-        self.weight = nnx.Param(_INIT(rngs.params(), (vocab_size, embed_dim), dtype))
+        self.weight = nnx.Param(initial(rngs, (vocab_size, embed_dim), dtype))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """i32[num_tokens] -> [num_tokens, embed_dim]."""

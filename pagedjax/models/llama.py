@@ -16,11 +16,26 @@ from pagedjax.models.fields import Fields
 # Fields of config.json that change nothing here: provenance, training, and how others cache. Those
 # that name tokens are read by the loader.
 HARMLESS = frozenset(
-    """
-    _name_or_path _attn_implementation_autoset architectures attention_dropout bos_token_id dtype
-    eos_token_id initializer_range is_llama_config model_type pad_token_id pretraining_tp
-    torch_dtype transformers.js_config transformers_version unsloth_fixed unsloth_version use_cache
-    """.split()
+    (
+        "_name_or_path",
+        "_attn_implementation_autoset",
+        "architectures",
+        "attention_dropout",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "initializer_range",
+        "is_llama_config",
+        "model_type",
+        "pad_token_id",
+        "pretraining_tp",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+    )
 )
 
 
@@ -58,7 +73,7 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
 
 def layout(config: ModelConfig) -> Layout:
     """Names and shapes in safetensors files."""
-    sources = {
+    sources: dict[str, tuple[Source, ...]] = {
         "embedding.weight": (_matrix("model.embed_tokens", config.vocab_size, config.embed_dim),),
         "norm.weight": (Source("model.norm.weight", (config.embed_dim,)),),
     }
@@ -81,7 +96,7 @@ def _layer(config: ModelConfig, index: int) -> dict[str, tuple[Source, ...]]:
         "gate_up": ([("gate_proj", ffw), ("up_proj", ffw)], embed, config.mlp_bias),
         "down": ([("down_proj", embed)], ffw, config.mlp_bias),
     }
-    sources = {
+    sources: dict[str, tuple[Source, ...]] = {
         f"{ours}.attention_norm.weight": (Source(f"{theirs}.input_layernorm.weight", (embed,)),),
         f"{ours}.mlp_norm.weight": (Source(f"{theirs}.post_attention_layernorm.weight", (embed,)),),
     }
@@ -102,8 +117,8 @@ def _matrix(name: str, rows: int, columns: int) -> Source:
 
 
 def build(config: ModelConfig, dtype: jnp.dtype) -> nnx.Module:
-    """The module, with random weights."""
-    return Decoder(config, dtype=dtype, rngs=nnx.Rngs(0))
+    """The module, with zeros for weights."""
+    return Decoder(config, dtype=dtype)
 
 
 FAMILY = HFFamily(build, from_hf, layout)

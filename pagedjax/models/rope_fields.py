@@ -1,4 +1,4 @@
-"""Reads rotary-embedding settings from config.json and from GGUF metadata, refusing what it must."""
+"""Reads rotary embedding's settings from config.json and GGUF metadata, refusing what it must."""
 
 from __future__ import annotations
 

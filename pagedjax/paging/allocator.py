@@ -78,6 +78,11 @@ class PageAllocator:
         _check_id(page, self.num_pages, "is_cached")
         return bool(self._cached[page])
 
+    def is_writable(self, page: int) -> bool:
+        """Whether its one holder may write `page`: nobody else, nor the cache, can see it."""
+        _check_id(page, self.num_pages, "is_writable")
+        return self._references[page] == 1 and not self._cached[page]
+
     def count_evictable(self, pages: Iterable[int]) -> int:
         """How much sharing `pages` would lower `num_free`: the distinct ones with no holder."""
         return sum(self.references(page) == 0 for page in set(pages))
@@ -105,7 +110,7 @@ class PageAllocator:
             self._references[page] = 1
             if self._cached[page]:
                 self.num_evictable -= 1
-                self._drop_content(page)
+                self.unmark(page)
         return taken
 
     def share(self, page: int) -> None:
@@ -168,7 +173,9 @@ class PageAllocator:
             self._list.remove(page)
             self._list.push_front(page)
             self.num_evictable -= 1
-        self._drop_content(page)
+        self._cached[page] = False
+        if self.on_evict is not None:
+            self.on_evict(page)
 
     def check_integrity(self, holders: Iterable[Iterable[int]] | None = None) -> None:
         """Raises IntegrityError unless counters, list and references agree.
@@ -197,11 +204,6 @@ class PageAllocator:
             raise IntegrityError("the null page must never be cached.")
         if holders is not None:
             _check_holders(self._references, holders)
-
-    def _drop_content(self, page: int) -> None:
-        self._cached[page] = False
-        if self.on_evict is not None:
-            self.on_evict(page)
 
 
 class _PageList:

@@ -47,6 +47,10 @@ class PageTable:
         """The page ids by logical page, as a list of the caller's own."""
         return self._pages.tolist()
 
+    def page_at(self, logical_page: int) -> int:
+        """The page id of one logical page, without a copy of the list."""
+        return self._pages[logical_page]
+
     @property
     def waste(self) -> int:
         """Allocated positions that hold no token: at most `page_size - 1`, all in the last page."""
@@ -60,7 +64,10 @@ class PageTable:
 
     def pages_to_append(self, n: int) -> int:
         """Pages that `extend(n)` allocates: those of `append(n)` and the copy of a shared tail."""
-        return self.num_pages_needed(n) + (n > 0 and self._has_shared_tail())
+        needed = self.num_pages_needed(n)
+        if n > 0 and self.num_tokens % self.page_size:
+            needed += self._allocator.references(self._pages[-1]) > 1
+        return needed
 
     def append(self, n_tokens: int) -> list[int]:
         """Grows by `n_tokens` positions and returns the ids of the pages added for them.
@@ -71,7 +78,8 @@ class PageTable:
         Raises:
           AllocationError: too few pages are free.
         """
-        new_pages = self._allocator.allocate(self.num_pages_needed(n_tokens))
+        needed = self.num_pages_needed(n_tokens)
+        new_pages = self._allocator.allocate(needed) if needed else []
         self._pages.extend(new_pages)
         self.num_tokens += n_tokens
         return new_pages
@@ -83,13 +91,14 @@ class PageTable:
         Raises:
           AllocationError: fewer than `pages_to_append(n_tokens)` pages are free.
         """
-        needed = self.pages_to_append(n_tokens)
-        if n_tokens == 0 or self.num_tokens % self.page_size == 0:
-            self.append(n_tokens)
-            return None
-        if needed > self._allocator.num_free:
-            self._allocator.allocate(needed)  # raises, with the numbers
-        copy = self.make_writable(self.num_tokens // self.page_size)
+        copy = None
+        if n_tokens > 0 and self.num_tokens % self.page_size:
+            last = len(self._pages) - 1
+            if not self._allocator.is_writable(self._pages[last]):
+                needed = self.pages_to_append(n_tokens)
+                if needed > self._allocator.num_free:
+                    self._allocator.allocate(needed)  # raises, with the numbers
+                copy = self.make_writable(last)
         self.append(n_tokens)
         return copy
 
@@ -150,9 +159,10 @@ class PageTable:
                 f"`logical_page` must be in [0, {len(self._pages)}). Got {logical_page}."
             )
         allocator, page = self._allocator, self._pages[logical_page]
+        if allocator.is_writable(page):
+            return None
         if allocator.references(page) == 1:
-            if allocator.is_cached(page):
-                allocator.unmark(page)
+            allocator.unmark(page)
             return None
         (new_page,) = allocator.allocate()
         allocator.free([page])
@@ -174,7 +184,7 @@ class PageTable:
         first = start // self.page_size
         pages = self._pages[first : (start + n - 1) // self.page_size + 1]
         for page in pages:
-            if self._allocator.references(page) > 1 or self._allocator.is_cached(page):
+            if not self._allocator.is_writable(page):
                 raise IntegrityError(
                     f"a page must be writable before its slots are handed out. Got page {page} "
                     f"with {self._allocator.references(page)} references, cached: "
@@ -189,10 +199,6 @@ class PageTable:
     def release(self) -> None:
         """Frees all pages, the last one first; the table is empty and may be released again."""
         self.truncate(0)
-
-    def _has_shared_tail(self) -> bool:
-        partial = self.num_tokens % self.page_size != 0
-        return partial and self._allocator.references(self._pages[-1]) > 1
 
 
 def resolve_copies(copies: Iterable[PageCopy]) -> list[PageCopy]:

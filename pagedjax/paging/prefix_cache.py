@@ -181,9 +181,8 @@ class PrefixCache:
         last = min(num_computed_tokens, table.num_tokens) // self.page_size
         if not self.enabled or last == 0:
             return 0
-        pages = table.pages
         first = last
-        while first > 0 and not self._allocator.is_cached(pages[first - 1]):
+        while first > 0 and not self._allocator.is_cached(table.page_at(first - 1)):
             first -= 1
         if first < last:
             chain.extend(tokens, last * self.page_size)
@@ -193,7 +192,7 @@ class PrefixCache:
                     f"`chain` must be of `tokens`. Got other tokens in pages {first} to {last - 1}: "
                     "a truncated sequence truncates its chain too."
                 )
-        return sum(self.insert(chain, index, pages[index]) for index in range(first, last))
+        return sum(self.insert(chain, index, table.page_at(index)) for index in range(first, last))
 
     def evict(self, page: int) -> None:
         """Forgets a page; the allocator calls it when the page's content is given up."""

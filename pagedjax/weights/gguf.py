@@ -7,6 +7,7 @@ padding, data. The header is read by the code below with bounds on everything it
 
 from __future__ import annotations
 
+import importlib
 import math
 import mmap
 import struct
@@ -181,10 +182,25 @@ class _Cursor:
             raise _Damaged(f"an array of {count} elements; the limit is {MAX_ELEMENTS} for all")
         self.elements_left -= count
         if kind == _STRING:
-            return [self.string() for _ in range(count)]
+            return self._strings(count)
         code = _scalar_code(kind)
         raw = self.take(count * struct.calcsize(code))
         return np.frombuffer(raw, np.dtype(f"<{code}")).tolist()
+
+    def _strings(self, count: int) -> list[str]:
+        """As `string`, `count` times, without calls: vocabularies are long."""
+        data, position, size = self.data, self.position, len(self.data)
+        strings: list[str] = []
+        for _ in range(count):
+            start = position + 8
+            if start > size:
+                raise _Damaged(f"a string at {position} goes past the end ({size})")
+            position = start + int.from_bytes(data[position:start], "little")
+            if position > size:
+                raise _Damaged(f"a string at {start} goes past the end ({size})")
+            strings.append(data[start:position].decode())
+        self.position = position
+        return strings
 
 
 def _scalar_code(kind: int) -> str:
@@ -273,8 +289,11 @@ def _quantised_decoder(number: int, kind: str) -> Callable[[np.ndarray], np.ndar
 
     def decode(raw: np.ndarray) -> np.ndarray:
         quants = _quants()
+        # Blocks are independent: as one long row, for the package takes only 16 rows at a time.
+        one_row = raw.reshape(1, -1)
         try:
-            return quants.dequantize(raw, quants.GGMLQuantizationType(number))
+            decoded = quants.dequantize(one_row, quants.GGMLQuantizationType(number))
+            return decoded.reshape(raw.shape[0], -1)
         except (NotImplementedError, ValueError) as error:
             raise ModelFormatError(
                 f"The installed `gguf` package cannot decode type {kind} ({error}). Install a "
@@ -286,9 +305,8 @@ def _quantised_decoder(number: int, kind: str) -> Callable[[np.ndarray], np.ndar
 
 def _quants() -> Any:
     try:
-        from gguf import quants  # an extra; needed for quantised weights only
+        return importlib.import_module("gguf.quants")  # an extra
     except ImportError:
         raise ModelFormatError(
             "Quantised GGUF files need the `gguf` package. Run `pip install pagedjax[gguf]`."
         ) from None
-    return quants

@@ -53,8 +53,8 @@ class HFDirectory:
     @property
     def sampling_defaults(self) -> dict[str, float]:
         """Recommended sampling; what is null, or not a finite number, is left out."""
-        values = {name: self.generation.get(name) for name in _SAMPLING}
-        return {name: value for name, value in values.items() if _is_number(value)}
+        generation = self.generation
+        return {name: generation[name] for name in _SAMPLING if _is_number(generation.get(name))}
 
     def _token(self, name: str) -> Any:
         value = self.generation.get(name)

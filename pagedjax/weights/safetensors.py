@@ -9,7 +9,7 @@ import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from pagedjax.errors import ModelFormatError
 from pagedjax.weights.checkpoint import (
@@ -121,9 +121,9 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
     shape, span = entry.get("shape"), entry.get("data_offsets")
     if bits is None:
         raise refuse(f"a dtype among {', '.join(_BITS)}")
-    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+    if not _are_sizes(shape, most=MAX_DIMENSIONS):
         raise refuse(f"a shape of at most {MAX_DIMENSIONS} sizes")
-    if not _are_sizes(span) or len(span) != 2:
+    if not _are_sizes(span, most=2) or len(span) != 2:
         raise refuse("two data_offsets")
     num_bytes = math.prod(shape) * bits // 8
     if span[1] - span[0] != num_bytes:
@@ -141,10 +141,15 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
     )
 
 
-def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
-        for value in values
+def _are_sizes(values: Any, *, most: int) -> TypeGuard[list[int]]:
+    """Whether a value is a list of so many sizes that no arithmetic on them can hurt."""
+    return (
+        isinstance(values, list)
+        and len(values) <= most
+        and all(
+            isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
+            for value in values
+        )
     )
 
 
