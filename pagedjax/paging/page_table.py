@@ -85,8 +85,10 @@ class PageTable:
         return new_pages
 
     def extend(self, n_tokens: int) -> PageCopy | None:
-        """Grows by `n_tokens` positions that may be written: `append` and, for a last page that is
-        full of others' references or known to the prefix cache, `make_writable`. All or nothing.
+        """Grows by `n_tokens` positions that may be written; all or nothing.
+
+        It is `append` and, for a partial last page that others hold too or that the prefix cache
+        knows, `make_writable`.
 
         Raises:
           AllocationError: fewer than `pages_to_append(n_tokens)` pages are free.

@@ -189,8 +189,8 @@ class PrefixCache:
             known = [node.tokens for node in chain.nodes[first:last]]
             if _count_equal(known, tokens[first * self.page_size :], self.page_size) < len(known):
                 raise IntegrityError(
-                    f"`chain` must be of `tokens`. Got other tokens in pages {first} to {last - 1}: "
-                    "a truncated sequence truncates its chain too."
+                    "`chain` must be of `tokens`. Got other tokens in pages "
+                    f"{first} to {last - 1}: a truncated sequence truncates its chain too."
                 )
         return sum(self.insert(chain, index, table.page_at(index)) for index in range(first, last))
 
