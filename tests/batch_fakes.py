@@ -25,7 +25,10 @@ class CharTokenizer(Tokenizer):
 
     eos_token_ids = frozenset({EOS})
     special_tokens: Mapping[str, int] = {"<eos>": EOS}
-    vocab_size = 0x110000
+
+    @property
+    def vocab_size(self) -> int:
+        return 0x110000
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         del special_tokens  # no character is one

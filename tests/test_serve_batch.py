@@ -1,0 +1,452 @@
+"""The batch program from outside: files, messages, exit status, and how it finds its Python."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagedjax.batch_job import main, program
+from pagedjax.config import EngineConfig
+from pagedjax.errors import CapacityError, ConfigError, ModelFormatError
+from tests.batch_fakes import FakeLLM
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "serve_batch.py"
+
+
+def run_script(
+    *arguments: object, python: str = sys.executable, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [python, str(SCRIPT), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "100", **environment},
+        check=False,
+    )
+
+
+@pytest.fixture
+def requests(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "ab", "custom_id": "x"}\n{"prompt": "cd"}\n')
+    return path
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Puts a fake in the place of the model; collects what was asked for."""
+    asked: list[Any] = []
+
+    def load(model: str, options: Any) -> FakeLLM:
+        asked.append((model, options))
+        return FakeLLM()
+
+    monkeypatch.setattr(program, "_load", load)
+    return asked
+
+
+def never_load(model: str, options: Any) -> Any:
+    raise AssertionError(f"the model {model} was loaded with {options}")
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+# ------------------------------------------------------------------------------------ exit status
+
+
+def test_all_answered(
+    requests: Path, tmp_path: Path, loaded: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    assert main(str(requests), str(out), model="m", options={"seed": 3}) == 0
+    assert [row["custom_id"] for row in rows(out)] == ["x", "line-2"]
+    assert loaded == [("m", {"seed": 3})]
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert re.search(r"serve_batch: 2 answered, 0 failed; 4 tokens in, 4 out, in \d", shown.err)
+
+
+def test_some_failed(requests: Path, tmp_path: Path, loaded: list[Any]) -> None:
+    requests.write_bytes(requests.read_bytes() + b"bad\n")
+    out = tmp_path / "out.jsonl"
+    assert main(str(requests), str(out), model="m", options={}) == 3
+    assert rows(out)[2]["error"]["message"].startswith("line 3: ")
+
+
+def test_without_output_answers_go_to_standard_output(
+    requests: Path, loaded: list[Any], capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert main(str(requests), None, model="m", options={}) == 0
+    shown = capfdbinary.readouterr()
+    assert [json.loads(line)["custom_id"] for line in shown.out.splitlines()] == ["x", "line-2"]
+    assert b"2 answered" in shown.err
+
+
+def test_empty_input_needs_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "_load", never_load)
+    (tmp_path / "in").touch()
+    (tmp_path / "out").write_text("old answers\n")
+    assert main(str(tmp_path / "in"), str(tmp_path / "out"), model="m", options={}) == 0
+    assert (tmp_path / "out").read_text() == ""
+    assert "is empty: nothing to answer" in capsys.readouterr().err
+
+
+def test_blank_lines_alone_are_answered_by_nothing(tmp_path: Path, loaded: list[Any]) -> None:
+    (tmp_path / "in").write_text("\n\r\n")
+    assert main(str(tmp_path / "in"), str(tmp_path / "out"), model="m", options={}) == 0
+    assert (tmp_path / "out").read_text() == ""
+
+
+def test_engine_that_breaks_ends_with_70(
+    requests: Path, tmp_path: Path, loaded: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"prompt": "a"}] * 9 + [{"prompt": "crash"}]
+    requests.write_text("\n".join(map(json.dumps, lines)))
+    out = tmp_path / "out.jsonl"
+    assert main(str(requests), str(out), model="m", options={}) == 70
+    assert 0 < len(rows(out)) < 9
+    shown = capsys.readouterr().err
+    assert (
+        f"error: the engine failed (the device is gone); the answers so far are in {out}" in shown
+    )
+
+
+def test_full_disk_ends_with_70(
+    requests: Path, loaded: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    assert main(str(requests), "/dev/full", model="m", options={}) == 70
+    shown = capsys.readouterr().err
+    assert f"error: cannot write to /dev/full: {os.strerror(errno.ENOSPC)}" in shown
+    assert "Traceback" not in shown
+
+
+# ------------------------------------------------------------------------------------ not started
+
+
+@pytest.mark.parametrize(
+    ("source", "output", "options", "message"),
+    [
+        ("nothing.jsonl", "out", {}, "cannot read the input .*nothing.jsonl: No such file"),
+        (".", "out", {}, "the input .* must be a file of JSON lines. Got a directory"),
+        ("https://example.org/a", "out", {}, "the input must be a local file. Got the address"),
+        ("in.jsonl", "https://example.org/a", {}, "the output must be a local file"),
+        ("in.jsonl", "in.jsonl", {}, "the output .*in.jsonl must not be the input itself"),
+        ("in.jsonl", "link.jsonl", {}, "the output .*link.jsonl must not be the input itself"),
+        ("in.jsonl", "no/out", {}, "the output's folder .*no must exist"),
+        ("in.jsonl", ".", {}, "cannot write the output .*: Is a directory"),
+        ("in.jsonl", "out", {"page_size": 24}, "`page_size` must be a power of two, 1 to 256"),
+        ("in.jsonl", "out", {"memory_utilization": 2.0}, "`memory_utilization` must be a number"),
+        ("in.jsonl", "out", {"max_num_seqs": 0}, "`max_num_seqs` must be an integer in"),
+        ("in.jsonl", "out", {"dtype": "int8"}, "`dtype` must be auto, float32"),
+        ("in.jsonl", "out", {"pagesize": 1}, "`pagesize` is not an engine option. Did you mean"),
+    ],
+)
+def test_what_stops_the_start_is_said_before_the_model_is_loaded(
+    source: str,
+    output: str,
+    options: dict[str, Any],
+    message: str,
+    requests: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(requests.parent)
+    monkeypatch.setattr(program, "_load", never_load)
+    (requests.parent / "link.jsonl").symlink_to(requests)
+    before = requests.read_bytes()
+    assert main(source, output, model="m", options=options) == 2
+    shown = capsys.readouterr()
+    assert re.search("^serve_batch: error: " + message, shown.err)
+    assert shown.err.count("\n") == 1
+    assert requests.read_bytes() == before
+    assert not (requests.parent / "out").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
+def test_files_without_permission_stop_the_start(
+    requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.touch(mode=0o400)
+    assert main(str(requests), str(out), model="m", options={}) == 2
+    requests.chmod(0)
+    assert main(str(requests), None, model="m", options={}) == 2
+    shown = capsys.readouterr().err
+    assert "cannot write the output" in shown
+    assert "cannot read the input" in shown
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConfigError("`num_pages` must be at least 5."), "error: `num_pages` must be at least 5."),
+        (ModelFormatError("weights are truncated."), "error: weights are truncated."),
+        (CapacityError("needed 3 GiB, got 2."), "error: needed 3 GiB, got 2."),
+        (FileNotFoundError(2, "No such file", "m.gguf"), "cannot read the model 'm': .*m.gguf"),
+        (ImportError("No module named 'gguf'"), "No module named 'gguf'. Install what is missing"),
+        (MemoryError("no room"), "out of memory .*no room. Lower --gpu-memory-utilization"),
+        (
+            RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 5 bytes"),
+            "out of memory while loading .* Out of memory allocating 5 bytes. Lower --gpu-mem",
+        ),
+        (
+            KeyError("odd"),
+            r"cannot load the model 'm': KeyError: 'odd' \(test_serve_batch.py, line",
+        ),
+    ],
+)
+@pytest.mark.parametrize("old", [None, "old answers\n"])
+def test_model_that_cannot_be_loaded_stops_the_start(
+    error: Exception,
+    message: str,
+    old: str | None,
+    requests: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Broken:
+        def __init__(self, model: str, **options: Any) -> None:
+            raise error
+
+    monkeypatch.setitem(sys.modules, "pagedjax.llm", type(sys)("pagedjax.llm"))
+    monkeypatch.setattr(sys.modules["pagedjax.llm"], "LLM", Broken, raising=False)
+    out = tmp_path / "out.jsonl"
+    if old is not None:
+        out.write_text(old)
+    assert main(str(requests), str(out), model="m", options={}) == 2
+    shown = capsys.readouterr().err
+    assert re.search("^serve_batch: .*" + message, shown)
+    assert shown.count("\n") == 1
+    assert (out.read_text() if out.exists() else None) == old, "earlier answers are kept"
+
+
+def test_earlier_answers_are_replaced_once_the_model_is_there(
+    requests: Path, tmp_path: Path, loaded: list[Any]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("an old answer, longer than the new ones will be\n" * 99)
+    assert main(str(requests), str(out), model="m", options={}) == 0
+    assert len(rows(out)) == 2
+
+
+# ---------------------------------------------------------------------------- interrupts, progress
+
+
+def test_ctrl_c_ends_after_the_step_with_130(
+    requests: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    llm = FakeLLM()
+    step = llm.engine.step
+
+    def interrupted_step() -> Any:
+        if len(llm.engine.running) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted_step)
+    monkeypatch.setattr(program, "_load", lambda model, options: llm)
+    requests.write_text('{"prompt": "a"}\n{"prompt": "abcdef"}\n')
+    out = tmp_path / "out.jsonl"
+    before = signal.getsignal(signal.SIGINT)
+    assert main(str(requests), str(out), model="m", options={}) == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    assert [row["custom_id"] for row in rows(out)] == ["line-1"]
+    assert f"interrupted; the answers so far are in {out}" in capsys.readouterr().err
+    assert not llm.engine.running
+
+
+def test_second_ctrl_c_ends_at_once(
+    requests: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    llm = FakeLLM()
+
+    def stuck_step() -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second signal went by")
+
+    monkeypatch.setattr(llm.engine, "step", stuck_step)
+    monkeypatch.setattr(program, "_load", lambda model, options: llm)
+    assert main(str(requests), str(tmp_path / "out"), model="m", options={}) == 130
+    assert "interrupted; the answers so far" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_loading(
+    requests: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(model: str, options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "_load", load)
+    out = requests.parent / "out"
+    assert main(str(requests), str(out), model="m", options={}) == 130
+    assert capsys.readouterr().err == "serve_batch: interrupted before the first line was read\n"
+    assert not out.exists()
+
+
+def test_progress_lines_where_there_is_no_terminal(
+    requests: Path,
+    loaded: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(program, "PROGRESS_SECONDS", 0.0)
+    assert main(str(requests), None, model="m", options={}) == 0
+    assert "serve_batch: 2 of 2 lines: 2 answered, 0 failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "count"), [("", 0), ("a", 1), ("a\n", 1), ("a\nb", 2)])
+def test_lines_are_counted_whole(tmp_path: Path, text: str, count: int) -> None:
+    (tmp_path / "in").write_text(text)
+    with (tmp_path / "in").open("rb") as file:
+        assert program._count_lines(file) == count
+        assert file.read().decode() == text, "reading starts at the beginning"
+
+
+def test_input_may_be_a_pipe(tmp_path: Path, loaded: list[Any], requests: Path) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, requests.read_bytes())
+    os.close(writing)
+    out = tmp_path / "out.jsonl"
+    assert main(f"/dev/fd/{reading}", str(out), model="m", options={}) == 0
+    os.close(reading)
+    assert len(rows(out)) == 2
+
+
+# ------------------------------------------------------------------------------------- the script
+
+
+def test_script_says_what_is_wrong_without_a_traceback(tmp_path: Path) -> None:
+    result = run_script(tmp_path / "nothing.jsonl")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("serve_batch: error: cannot read the input ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "the following arguments are required: INPUT.jsonl"),
+        (("a", "--page-siz", "4"), "unrecognized arguments: --page-siz 4"),
+        (("a", "--page-size", "four"), "argument --page-size/--block-size: invalid int value"),
+        (("a", "--seed"), "argument --seed: expected one argument"),
+    ],
+)
+def test_bad_argument_takes_two_lines(arguments: tuple[str, ...], message: str) -> None:
+    result = run_script(*arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"serve_batch: error: {message}")
+    assert result.stderr.endswith("\nserve_batch: see --help\n")
+    assert result.stderr.count("\n") == 2
+
+
+def test_bad_option_value_is_the_engine_s_message(requests: Path) -> None:
+    result = run_script(requests, "--page-size", "24")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "serve_batch: error: `page_size` must be a power of two, 1 to 256. Got 24.\n"
+    )
+
+
+def test_arguments_become_options() -> None:
+    parsed = load_script().parser().parse_args([
+        "in", "-o", "out", "--model", "m", "--dtype", "float32", "--seed", "5",
+        "--max-model-len", "64", "--memory-utilization", "0.5", "--num-pages", "9",
+        "--block-size", "4", "--max-num-seqs", "3", "--max-num-batched-tokens", "32",
+        "--no-enable-prefix-caching", "--attention-implementation", "xla",
+    ])  # fmt: skip
+    assert vars(parsed) == {
+        "input": "in", "output": "out", "model": "m", "dtype": "float32", "seed": 5,
+        "max_model_len": 64, "memory_utilization": 0.5, "num_pages": 9, "page_size": 4,
+        "max_num_seqs": 3, "max_num_batched_tokens": 32, "enable_prefix_caching": False,
+        "attention_implementation": "xla",
+    }  # fmt: skip
+
+
+def test_every_engine_option_has_an_argument() -> None:
+    actions = load_script().parser()._actions
+    assert {field.name for field in fields(EngineConfig)} <= {action.dest for action in actions}
+
+
+def test_help_is_complete() -> None:
+    result = run_script("--help")
+    assert result.returncode == 0
+    for word in ("--model", "--gpu-memory-utilization", "exit status", "custom_id", "example"):
+        assert word in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def load_script() -> Any:
+    spec = importlib.util.spec_from_file_location("serve_batch", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_script_can_be_run_directly() -> None:
+    assert os.access(SCRIPT, os.X_OK)
+    assert SCRIPT.read_text().startswith("#!/usr/bin/env python3\n")
+
+
+def test_old_pythons_can_read_the_script() -> None:
+    ast.parse(SCRIPT.read_text("utf-8"), feature_version=(3, 6))
+
+
+def bare_checkout(tmp_path: Path) -> Path:
+    """A checkout of its own; a Python without site-packages stands for a foreign one."""
+    (tmp_path / "scripts").mkdir()
+    return Path(shutil.copy(SCRIPT, tmp_path / "scripts"))
+
+
+def test_foreign_python_is_told_where_the_right_one_comes_from(tmp_path: Path) -> None:
+    script = bare_checkout(tmp_path)
+    result = subprocess.run(
+        [sys._base_executable, "-S", str(script), "in.jsonl"],  # type: ignore[attr-defined]
+        capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert "lacks what pagedjax needs: run scripts/demo once" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_foreign_python_hands_over_to_the_checkout_s_own(tmp_path: Path) -> None:
+    script = bare_checkout(tmp_path)
+    own = tmp_path / ".venv" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    own.chmod(0o755)
+    result = subprocess.run(
+        [sys._base_executable, "-S", str(script), "in 1.jsonl", "--seed", "2"],  # type: ignore[attr-defined]
+        capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert result.stdout.splitlines() == [str(script), "in 1.jsonl", "--seed", "2"]
