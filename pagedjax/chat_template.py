@@ -156,15 +156,11 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a chat: the template's special tokens are recognised, a message's are not.
 
-    Special tokens that a user's strings spell, alone or with the text beside them, are encoded as
-    ordinary text. Without any, the ids are those of the whole rendered text.
+    What a user's strings spell, alone or with the text beside them, is encoded as ordinary text.
     """
     if template is None:
-        raise RequestError(
-            "This model has no chat template: `messages` cannot be rendered. Give a template with "
-            "`chat_template`, or send a `prompt`.",
-            param="messages",
-        )
+        why = "This model has no chat template. Give one (`chat_template`), or send a `prompt`."
+        raise RequestError(why, param="messages")
     inputs = template._inputs(messages, add_generation_prompt, tools, options)
     guard = _Guard(getattr(tokenizer, "special_tokens", ()))
     marked = {name: _map_strings(value, guard.mark, name) for name, value in inputs.items()}
@@ -188,30 +184,32 @@ class _Guard:
 
     A mark is a random number, so that no user can write it, and digits survive what templates do
     to strings (trim, upper, tojson). Inside a token's text it hides the token from the search for
-    the template's own; it is taken out again before anything is encoded.
+    the template's own; it is taken out again before anything is encoded. Not covered: a template
+    that cuts something out of the middle of a content, and so makes a token of its two sides.
     """
 
     def __init__(self, special_tokens: Iterable[str]):
         self._tokens = [token for token in special_tokens if token]
-        self._starts = {token[:k] for token in self._tokens for k in range(1, len(token))}
-        self._ends = {token[-k:] for token in self._tokens for k in range(1, len(token))}
+        folded = [token.casefold() for token in self._tokens]
+        self._starts = {token[:k] for token in folded for k in range(1, len(token))}
+        self._ends = {token[-k:] for token in folded for k in range(1, len(token))}
         self._longest = max(map(len, self._tokens), default=0)
         secret = secrets.randbelow(10**39)
         self._inside = f"0{secret:039d}0"
         self._after = f"1{secret:039d}1"  # after a token of one character: it has no inside
 
     def mark(self, text: str, _: str = "") -> str:
-        """The text with marks in all special tokens, and in parts of one at its two ends."""
+        """The text with marks in all special tokens, in any case, and in parts of one at its ends."""
         marks: dict[int, str] = {}
-        present = self._present(text)
+        present = self._present(text, fold=str.casefold)
         if present:  # a lookahead finds overlapping tokens too: each of them is broken
-            for match in re.finditer(f"(?=({present}))", text):
+            for match in re.finditer(f"(?=({present}))", text, re.IGNORECASE):
                 single = len(match[1]) == 1
                 marks[match.start() + 1] = self._after if single else self._inside
         for k in range(1, min(self._longest, len(text) + 1)):
-            if text[:k] in self._ends:
+            if text[:k].casefold() in self._ends:
                 marks.setdefault(k - 1, self._inside)
-            if text[-k:] in self._starts:
+            if text[-k:].casefold() in self._starts:
                 marks.setdefault(len(text) - k + 1, self._inside)
         return _insert(text, marks) if marks else text
 
@@ -237,10 +235,11 @@ class _Guard:
             ids += tokenizer.encode(token)
         return ids
 
-    def _present(self, text: str) -> str:
+    def _present(self, text: str, fold: Callable[[str], str] = str) -> str:
         """A pattern of the special tokens in the text, longest first; empty when there is none."""
-        found = sorted((token for token in self._tokens if token in text), key=len, reverse=True)
-        return "|".join(map(re.escape, found))
+        folded = fold(text)
+        found = [token for token in self._tokens if fold(token) in folded]
+        return "|".join(map(re.escape, sorted(found, key=len, reverse=True)))
 
     def _clean(self, text: str) -> str:
         return text.replace(self._inside, "").replace(self._after, "")

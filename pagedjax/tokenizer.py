@@ -102,7 +102,6 @@ class TextTokenizer(Tokenizer):
         """Takes the library's tokenizer over: truncation and padding are switched off in it."""
         backend.no_truncation()
         backend.no_padding()
-        backend.encode_special_tokens = False
         added = backend.get_added_tokens_decoder()
         self._backend = backend
         self._literal: tokenizers.Tokenizer | None = None  # knows no special tokens; made when used
