@@ -1,0 +1,40 @@
+"""`merge_states`: one rule that joins attention over disjoint parts of a context.
+
+Serves split contexts, cascades, sinks and context parallelism. Knows nothing of pages.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def merge_states(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Joins partial attention results as if their positions had been attended at once.
+
+    Args:
+      outs: [parts, num_tokens, num_q_heads, head_dim], each part normalised by itself.
+      lses: f32[parts, num_tokens, num_q_heads], natural logarithms; an empty part is -inf, and its
+        row in `outs` is ignored.
+
+    Returns:
+      out in the dtype of `outs` (zeros where every part is empty) and lse f32.
+
+    Raises:
+      ValueError: shapes disagree; at trace time.
+    """
+    if outs.ndim != 4:
+        raise ValueError(
+            "`outs` must have shape [parts, num_tokens, num_q_heads, head_dim]. "
+            f"Got {outs.shape}."
+        )
+    if lses.shape != outs.shape[:-1]:
+        raise ValueError(f"`lses` must have shape {outs.shape[:-1]}, as `outs`. Got {lses.shape}.")
+    logs = lses.astype(jnp.float32)
+    peak = jnp.max(logs, axis=0)
+    peak = jnp.where(jnp.isneginf(peak), 0.0, peak)
+    weights = jnp.exp(logs - peak[None])  # f32[parts, num_tokens, num_q_heads]
+    total = jnp.sum(weights, axis=0)
+    # An empty part may hold anything: 0 * NaN is NaN, so it is replaced, not multiplied away.
+    parts = jnp.where(weights[..., None] > 0, outs.astype(jnp.float32), 0.0)
+    safe = jnp.where(total == 0, 1.0, total)
+    out = jnp.sum(parts * weights[..., None], axis=0) / safe[..., None]
+    return out.astype(outs.dtype), jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
