@@ -1,0 +1,225 @@
+"""The decisions of one step, by arithmetic alone: who runs, how many tokens each, who gives way.
+
+Owns the policy: running sequences first, oldest first; then waiting ones, strictly in order; one
+token budget for both; the latest gives its pages up. Nothing it reads is changed, so a draft can
+be thrown away. Knows nothing of arrays or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from pagedjax.config import SchedulerConfig
+from pagedjax.errors import IntegrityError
+from pagedjax.paging import PageAllocator, PrefixCache
+from pagedjax.plan import ScheduledSequence
+from pagedjax.request import Sequence
+from pagedjax.scheduling.live import LiveSequence
+
+
+class StepDraft:
+    """One step in the making.
+
+    Attributes:
+      scheduled, lives, starts, slots: parallel: what runs, its record, its first position in
+        this step and its slot.
+      special: indices of those with prompt-logprob rows or with several samples.
+      grown: those that need a page or a copy, with the positions they must cover, in order.
+      victims: those that give all their pages up, latest first.
+      admitted: those that leave the queue, with the cached pages they start from.
+    """
+
+    def __init__(self, config: SchedulerConfig, allocator: PageAllocator, cache: PrefixCache):
+        """Starts with whole budgets."""
+        self.scheduled: list[ScheduledSequence] = []
+        self.lives: list[LiveSequence] = []
+        self.starts: list[int] = []
+        self.slots: list[int] = []
+        self.special: list[int] = []
+        self.grown: list[tuple[LiveSequence, int]] = []
+        self.victims: list[LiveSequence] = []
+        self.admitted: list[tuple[LiveSequence, list[int]]] = []
+        self.num_tokens = 0
+        self.num_rows = 0
+        self._config = config
+        self._allocator = allocator
+        self._cache = cache
+        self._max_rows = max(2, config.max_num_seqs)  # = rows_in(bucket) wherever so many fit
+        self._free = allocator.num_free
+        self._references: dict[int, int] = {}  # where they differ from the allocator's by now
+
+    def schedule_running(self, running: Seq[LiveSequence]) -> None:
+        """Gives each running sequence its tokens, oldest first; preempts from the other end."""
+        kept = list(running)
+        budget = self._config.max_num_batched_tokens
+        at = 0
+        while at < len(kept) and self.num_tokens < budget:
+            live = kept[at]
+            at += 1
+            if live.in_flight is not None:
+                continue
+            sequence = live.sequence
+            start = sequence.num_computed_tokens
+            num_tokens, num_prompt_rows, num_samples = 1, 0, 1
+            is_decode = start == len(sequence.tokens) - 1 and live.owner.is_forked
+            if not is_decode or self.num_rows >= self._max_rows:
+                num_tokens, num_prompt_rows, num_samples = self._chunk(live, start)
+                if num_tokens == 0:
+                    continue
+            total = start + num_tokens
+            needs_page = total > live.capacity or live.shares_tail
+            if needs_page and not self._make_room(live, total, kept, at):
+                break
+            slot = sequence.slot
+            if slot is None:
+                raise IntegrityError(f"running sequence {live.key} has no slot.")
+            self._add(live, start, slot, num_tokens, num_prompt_rows, num_samples)
+
+    def admit(
+        self, waiting: Seq[LiveSequence], running: Seq[LiveSequence], free_slots: Seq[int]
+    ) -> None:
+        """Takes from the front of the queue what fits whole, while budgets and slots last.
+
+        A prompt fits when its pages, all of them, are free now beside what this step takes, what
+        admitted prompts still need, and the next page of each running sequence that is about to
+        need one. An idle engine thus takes anything that passed the door.
+        """
+        budget = self._config.max_num_batched_tokens
+        if self.victims or not waiting or not free_slots or self.num_tokens >= budget:
+            return
+        slots_left = len(free_slots) - sum(live.width - 1 for live in running)
+        ends = {live: start + s.num_tokens for live, start, s in self._triples()}
+        reserved = sum(self._reserve(live, ends.get(live)) for live in running)
+        for live in waiting:
+            if live.width > slots_left or self.num_tokens >= budget:
+                return
+            sequence = live.sequence
+            may_read = live.owner.may_read_cache(sequence)
+            hits = self._cache.match(sequence.tokens, live.chain) if may_read else []
+            start = len(hits) * self._config.page_size
+            num_tokens, num_prompt_rows, num_samples = self._chunk(live, start)
+            revived = sum(self._count(page) == 0 for page in hits)
+            whole = self._pages_for(sequence.num_tokens) - len(hits) + revived
+            if num_tokens == 0 or whole > self._free - reserved:
+                return
+            for page in hits:
+                self._references[page] = self._count(page) + 1
+            total = start + num_tokens
+            slot = free_slots[len(self.admitted)]
+            self._free -= self._pages_for(total) - len(hits) + revived
+            reserved += self._reserve(live, total)
+            slots_left -= live.width
+            self.admitted.append((live, hits))
+            self.grown.append((live, total))
+            self._add(live, start, slot, num_tokens, num_prompt_rows, num_samples)
+
+    def _triples(self) -> zip[tuple[LiveSequence, int, ScheduledSequence]]:
+        return zip(self.lives, self.starts, self.scheduled, strict=True)
+
+    def _add(
+        self,
+        live: LiveSequence,
+        start: int,
+        slot: int,
+        num_tokens: int,
+        num_prompt_rows: int,
+        num_samples: int,
+    ) -> None:
+        sequence = live.sequence
+        if num_prompt_rows or num_samples > 1:
+            self.special.append(len(self.scheduled))
+        self.scheduled.append(
+            ScheduledSequence(
+                sequence, sequence.epoch, num_tokens, self.num_rows, num_prompt_rows, num_samples
+            )
+        )
+        self.lives.append(live)
+        self.starts.append(start)
+        self.slots.append(slot)
+        self.num_tokens += num_tokens
+        self.num_rows += num_prompt_rows + num_samples
+
+    def _chunk(self, live: LiveSequence, start: int) -> tuple[int, int, int]:
+        """(tokens, prompt-logprob rows, samples) that the budgets have for it; no token: not now.
+
+        The last chunk draws for every sequence of the request at once; where its rows are not to
+        be had, it is cut before its last token.
+        """
+        sequence = live.sequence
+        rows_left = self._max_rows - self.num_rows
+        remaining = sequence.num_tokens - start
+        num_tokens = min(remaining, self._config.max_num_batched_tokens - self.num_tokens)
+        samples = live.width
+        if num_tokens == remaining:
+            prompt_rows = _prompt_rows(sequence, start, num_tokens)[0]
+            if prompt_rows + samples <= rows_left:
+                return num_tokens, prompt_rows, samples
+            num_tokens -= 1
+        prompt_rows, rowless = _prompt_rows(sequence, start, num_tokens)
+        if prompt_rows > rows_left:
+            num_tokens, prompt_rows = rowless + rows_left, rows_left
+        return num_tokens, prompt_rows, 0
+
+    def _make_room(self, live: LiveSequence, total: int, kept: list[LiveSequence], at: int) -> bool:
+        """Counts the pages that `live` needs; False when it had to give way itself."""
+        while (needed := self._pages_needed(live, total)) > self._free:
+            if at == 1 and len(kept) == 1:
+                raise IntegrityError(
+                    f"the oldest sequence, {live.key}, must fit alone. Got {total} positions, "
+                    f"{needed} more pages needed, {self._free} free."
+                )
+            victim = kept.pop()
+            self._preempt(victim)
+            if victim is live:
+                return False
+        self._free -= needed
+        if self._copies_tail(live):
+            page = live.table.last_page
+            self._references[page] = self._count(page) - 1
+        self.grown.append((live, total))
+        return True
+
+    def _preempt(self, victim: LiveSequence) -> None:
+        for page in victim.table.pages:
+            count = self._references[page] = self._count(page) - 1
+            self._free += count == 0
+        self.victims.append(victim)
+
+    def _pages_needed(self, live: LiveSequence, total: int) -> int:
+        pages = self._pages_for(total) - live.capacity // self._config.page_size
+        return max(0, pages) + self._copies_tail(live)
+
+    def _copies_tail(self, live: LiveSequence) -> bool:
+        if not live.shares_tail or live.sequence.num_computed_tokens == live.capacity:
+            return False
+        return self._count(live.table.last_page) > 1
+
+    def _reserve(self, live: LiveSequence, end: int | None) -> int:
+        """Pages to keep for a running sequence: of known tokens past `end`, and of its next one."""
+        if end is None:
+            flight = 0 if live.in_flight is None else live.in_flight.num_tokens
+            end = live.sequence.num_computed_tokens + flight
+        num_tokens = live.sequence.num_tokens
+        is_full = num_tokens % self._config.page_size == 0
+        next_pages = live.width if is_full else live.width - 1
+        return self._pages_for(num_tokens) - self._pages_for(end) + next_pages
+
+    def _count(self, page: int) -> int:
+        known = self._references.get(page)
+        return self._allocator.references(page) if known is None else known
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._config.page_size)
+
+
+def _prompt_rows(sequence: Sequence, start: int, num_tokens: int) -> tuple[int, int]:
+    """Prompt-logprob rows of a chunk, and how many tokens at its front need none.
+
+    The logprob of prompt token t is read at position t - 1; those that an earlier pass collected
+    are not asked for again.
+    """
+    if sequence.request.params.prompt_logprobs is None:
+        return 0, num_tokens
+    first = max(start, len(sequence.prompt_logprobs) - 1, 0)  # first position with a row
+    last = min(start + num_tokens, sequence.num_prompt_tokens - 1)
+    return max(0, last - first), first - start

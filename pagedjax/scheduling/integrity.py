@@ -1,0 +1,134 @@
+"""Whether queues, slots, page tables, allocator and prefix cache agree: facts, or an exception.
+
+Owns no state. Everything here raises `IntegrityError`, also under `python -O`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+from pagedjax.config import SchedulerConfig
+from pagedjax.errors import IntegrityError
+from pagedjax.paging import PageAllocator, PrefixCache
+from pagedjax.request import SequenceStatus
+from pagedjax.scheduling.live import LiveSequence
+from pagedjax.scheduling.plan_builder import PlanBuilder
+from pagedjax.scheduling.roster import Roster
+
+
+def check_integrity(
+    config: SchedulerConfig,
+    allocator: PageAllocator,
+    cache: PrefixCache,
+    roster: Roster,
+    builder: PlanBuilder,
+) -> None:
+    """Raises `IntegrityError` with the facts when two records of the same thing differ."""
+    allocator.check_integrity([live.table.pages for live in roster.live.values()])
+    cache.check_integrity()
+    _check_places(roster)
+    _check_slots(config, roster)
+    for live in roster.live.values():
+        if live.sequence.status is SequenceStatus.RUNNING:
+            _check_running(live, config, allocator, builder)
+        else:
+            _check_waiting(live)
+
+
+def check_empty(config: SchedulerConfig, allocator: PageAllocator, roster: Roster) -> None:
+    """Raises `IntegrityError` when anything is left of the requests that ended."""
+    left = (len(roster.requests), len(roster.live), len(roster.waiting), len(roster.running))
+    if any(left):
+        raise IntegrityError(
+            f"no work must be left. Got (requests, sequences, waiting, running): {left}."
+        )
+    if roster.free_slots != list(range(config.max_num_seqs)):
+        raise IntegrityError(f"all slots must be free. Got {roster.free_slots}.")
+    if allocator.num_held:
+        raise IntegrityError(f"no page must be held. Got {allocator.num_held}.")
+
+
+def _check_places(roster: Roster) -> None:
+    """Every live sequence is in one queue, or stood for by the first of its request."""
+    for name, queue in (("waiting", roster.waiting), ("running", roster.running)):
+        keys = [live.key for live in queue]
+        if any(a >= b for a, b in pairwise(keys)):
+            raise IntegrityError(f"{name} must be ordered by age. Got {keys}.")
+    places = Counter(live.key for live in [*roster.waiting, *roster.running])
+    for request_id, owner in roster.requests.items():
+        if not owner.members or owner.request.request_id != request_id:
+            raise IntegrityError(f"request {request_id!r} must have a sequence that is not ended.")
+        for i, live in enumerate(owner.members):
+            expected = 1 if owner.is_forked or i == 0 else 0
+            found = places.pop(live.key, 0)
+            if found != expected or roster.live.get(live.sequence) is not live:
+                raise IntegrityError(
+                    f"sequence {live.key} must be in {expected} queues. Got {found}."
+                )
+    members = sum(len(owner.members) for owner in roster.requests.values())
+    if places or members != len(roster.live):
+        raise IntegrityError(
+            f"{sorted(places)} are queued without a request, or {members} members are not the "
+            f"{len(roster.live)} live sequences."
+        )
+
+
+def _check_slots(config: SchedulerConfig, roster: Roster) -> None:
+    held = [live.sequence.slot for live in roster.running]
+    slots = sorted([*roster.free_slots, *(slot for slot in held if slot is not None)])
+    if None in held or slots != list(range(config.max_num_seqs)):
+        raise IntegrityError(
+            f"each slot must be free or held once. Got free {roster.free_slots}, held {held}."
+        )
+    if roster.free_slots != sorted(roster.free_slots):
+        raise IntegrityError(f"free slots must ascend. Got {roster.free_slots}.")
+    promised = sum(live.width - 1 for live in roster.running)
+    if promised > len(roster.free_slots):
+        raise IntegrityError(
+            f"{promised} slots are promised to forks, {len(roster.free_slots)} are free."
+        )
+
+
+def _check_waiting(live: LiveSequence) -> None:
+    sequence, table = live.sequence, live.table
+    facts = (sequence.status, sequence.slot, sequence.num_computed_tokens, table.pages)
+    if facts != (SequenceStatus.WAITING, None, 0, []) or live.in_flight or live.capacity:
+        raise IntegrityError(
+            f"waiting sequence {live.key} must hold nothing. Got (status, slot, computed, pages): "
+            f"{facts}, capacity {live.capacity}, in flight: {live.in_flight is not None}."
+        )
+
+
+def _check_running(
+    live: LiveSequence, config: SchedulerConfig, allocator: PageAllocator, builder: PlanBuilder
+) -> None:
+    sequence, pages, size = live.sequence, live.table.pages, config.page_size
+    flight = 0 if live.in_flight is None else live.in_flight.num_tokens
+    computed = sequence.num_computed_tokens
+    expected = -(-(computed + flight) // size)
+    if len(pages) != expected or live.capacity != expected * size:
+        raise IntegrityError(
+            f"sequence {live.key} must hold {expected} pages for {computed} computed and {flight} "
+            f"scheduled positions. Got {len(pages)}, capacity {live.capacity}."
+        )
+    if computed + flight > sequence.num_tokens or (not flight and computed == sequence.num_tokens):
+        raise IntegrityError(
+            f"sequence {live.key} must have a token to run. Got {computed} computed and {flight} "
+            f"scheduled of {sequence.num_tokens}."
+        )
+    if sequence.slot is None or builder.pages_of(sequence.slot, len(pages)) != pages:
+        raise IntegrityError(f"slot {sequence.slot} must show the pages of sequence {live.key}.")
+    first = computed // size
+    unwritable = [
+        page
+        for page in pages[first:]
+        if allocator.references(page) > 1 or allocator.is_cached(page)
+    ]
+    if unwritable and not (live.shares_tail and unwritable == pages[-1:]):
+        raise IntegrityError(f"sequence {live.key} would write pages of others: {unwritable}.")
+    if sequence.num_tokens > config.max_model_len:
+        raise IntegrityError(
+            f"sequence {live.key} must have at most {config.max_model_len} tokens. "
+            f"Got {sequence.num_tokens}."
+        )

@@ -1,0 +1,128 @@
+"""A request while it is served: its sequences with their pages, and what was compiled from it.
+
+Owns the checks that a request must pass to be queued. Knows nothing of queues or budgets; the
+scheduler alone changes these records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pagedjax.config import SchedulerConfig
+from pagedjax.errors import RequestError
+from pagedjax.paging import PrefixChain
+from pagedjax.plan import PageCopy, ScheduledSequence
+from pagedjax.request import Request, Sequence
+from pagedjax.scheduling.adjustments import Adjustments, BanState
+from pagedjax.scheduling.journal import JournaledTable
+
+
+@dataclass(slots=True, eq=False)
+class LiveSequence:
+    """A sequence that is not finished, with its pages."""
+
+    sequence: Sequence
+    owner: LiveRequest
+    table: JournaledTable
+    chain: PrefixChain
+    key: tuple[int, int]  # (arrival, sample): the order of the queues
+    capacity: int = 0  # positions that the table's pages cover
+    shares_tail: bool = False  # forked, and its partial last page may have other holders still
+    in_flight: ScheduledSequence | None = None  # what a plan computes whose result is not read yet
+    row_state: BanState | None = None  # what its slot's sampler row says; None: nothing of it yet
+
+    @property
+    def is_leader(self) -> bool:
+        """True while it computes the prompt for all sequences of its request."""
+        return not self.owner.is_forked
+
+    @property
+    def width(self) -> int:
+        """Slots that it needs: at the fork, one for each sequence of the request."""
+        return 1 if self.owner.is_forked else len(self.owner.members)
+
+    def catch_up(self) -> None:
+        """Tells the table of positions that were computed without a new page.
+
+        A decoding sequence needs its table only when a page is full, so until then nothing is
+        done for it but counting.
+        """
+        behind = self.sequence.num_computed_tokens - self.table.num_tokens
+        if behind > 0:  # negative when it is admitted: hits count as computed at the commit
+            self.table.append(behind)
+
+    def grow(self, num_tokens: int) -> PageCopy | None:
+        """Makes positions up to `num_tokens` writable; inside a transaction."""
+        self.table.save()
+        self.catch_up()
+        return self.table.extend(num_tokens - self.table.num_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request with at least one sequence that is not finished."""
+
+    request: Request
+    max_output_tokens: int
+    stop_ids: frozenset[int]
+    adjustments: Adjustments | None
+    members: list[LiveSequence] = field(default_factory=list[LiveSequence])  # not finished
+    is_forked: bool = True  # False: members[0] is to compute the prompt for all of them
+    was_admitted: bool = False
+
+    def may_read_cache(self, sequence: Sequence) -> bool:
+        """False while logprobs of the prompt are missing: cached positions give no logits."""
+        wants = self.request.params.prompt_logprobs is not None
+        return not wants or len(sequence.prompt_logprobs) == sequence.num_prompt_tokens
+
+
+def check_request(request: Request, config: SchedulerConfig) -> None:
+    """Raises `RequestError` for a request that this engine can never serve."""
+    length, params = len(request.prompt_token_ids), request.params
+    if length == 0:
+        raise RequestError("`prompt` must hold at least one token. Got none.", param="prompt")
+    if length + 1 > config.max_model_len:
+        raise RequestError(
+            f"`prompt` must leave room for at least one token within `max_model_len` "
+            f"{config.max_model_len}. Got {length} prompt tokens: shorten the prompt to at most "
+            f"{config.max_model_len - 1} tokens, or raise `max_model_len`.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if params.n > config.max_num_seqs:
+        raise RequestError(
+            f"`n` must be at most `max_num_seqs` ({config.max_num_seqs}). Got {params.n}.",
+            param="n",
+        )
+    ids: dict[str, Iterable[int]] = {
+        "prompt": request.prompt_token_ids,
+        "stop_token_ids": params.stop_token_ids,
+        "bad_token_ids": params.bad_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "logit_bias": params.logit_bias,
+        "bad_words": [token for word in request.bad_sequences for token in word],
+    }
+    for name, tokens in ids.items():
+        _check_ids(name, tokens, config.vocab_size)
+    if not all(request.bad_sequences):
+        raise RequestError("`bad_words` must hold no empty word. Got one.", param="bad_words")
+    adjustments = Adjustments.of(request, config.vocab_size)
+    if adjustments is not None and adjustments.leaves_nothing:
+        raise RequestError(
+            f"`allowed_token_ids` must hold a token that may be sampled. Got "
+            f"{len(params.allowed_token_ids or ())} ids, and each is a bad token, or a stop token "
+            f"that `min_tokens` {params.min_tokens} bans.",
+            param="allowed_token_ids",
+        )
+
+
+def _check_ids(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+    low, high = min(tokens, default=0), max(tokens, default=0)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise RequestError(
+            f"`{name}` must hold token ids in [0, {vocab_size}), the model's vocabulary. "
+            f"Got {wrong}.",
+            param=name,
+        )

@@ -1,0 +1,192 @@
+"""Turns a drafted step into the arrays of a `StepPlan`.
+
+Owns, for each slot, a copy of its page table row and its sampling parameters, so that a step
+gathers rows instead of visiting sequences. Every array of a plan is fresh. Knows nothing of
+budgets, queues or page counts.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagedjax.config import SchedulerConfig
+from pagedjax.plan import (
+    F32,
+    I32,
+    NO_TARGET,
+    U32,
+    PageCopy,
+    RowUpdate,
+    SamplingRows,
+    ScheduledSequence,
+    StepPlan,
+)
+from pagedjax.scheduling.draft import StepDraft
+from pagedjax.scheduling.live import LiveSequence
+
+# Rows of the per-slot parameter tables.
+INTS = ("slot", "counts", "sample", "num_logprobs", "top_k")
+FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+NO_LOGPROBS = -1
+
+
+class PlanBuilder:
+    """Gathers plans from per-slot tables; column `max_num_seqs` of them is the neutral row."""
+
+    def __init__(self, config: SchedulerConfig):
+        """Starts with neutral parameters in every slot."""
+        self._config = config
+        none = config.max_num_seqs
+        self._pages = np.zeros((none, config.pages_per_seq), np.int32)
+        self._ints = np.zeros((len(INTS), none + 1), np.int32)
+        self._floats = np.zeros((len(FLOATS), none + 1), np.float32)
+        self._seeds = np.zeros((none + 1, 2), np.uint32)
+        neutral = {"slot": none, "num_logprobs": NO_LOGPROBS, "top_p": 1, "repetition_penalty": 1}
+        for table, names in ((self._ints, INTS), (self._floats, FLOATS)):
+            table[:] = np.array([neutral.get(name, 0) for name in names])[:, None]
+
+    def set_slot(self, slot: int, live: LiveSequence) -> None:
+        """The slot's sampling parameters are those of `live` from now on."""
+        request, owner = live.sequence.request, live.owner
+        params = request.params
+        logprobs = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        row = self._config.max_num_seqs if owner.adjustments is None else slot
+        sample = live.sequence.sample
+        self._ints[:, slot] = (row, params.has_penalties, sample, logprobs, params.top_k)
+        self._floats[:, slot] = [getattr(params, name) for name in FLOATS]
+        self._seeds[slot] = (request.seed >> 32, request.seed & 0xFFFFFFFF)
+
+    def set_pages(self, live: LiveSequence, slot: int | None = None) -> None:
+        """A slot's page table row, its own unless given, is that of `live` from now on."""
+        slot = live.sequence.slot if slot is None else slot
+        if slot is not None and live.table.num_tokens:
+            live.table.write_row(self._pages[slot])
+
+    def pages_of(self, slot: int, num_pages: int) -> list[int]:
+        """The first entries of a slot's row; for checks."""
+        return self._pages[slot, :num_pages].tolist()
+
+    def build(
+        self, draft: StepDraft, copies: list[PageCopy], row_updates: list[RowUpdate]
+    ) -> StepPlan:
+        """The plan of a drafted step."""
+        config, scheduled = self._config, draft.scheduled
+        num_tokens, num_rows = draft.num_tokens, draft.num_rows
+        bucket = config.bucket_for(num_tokens, num_rows)
+        width = config.rows_in(bucket)
+        num_seqs = len(scheduled)
+        slots = np.array(draft.slots, np.int32)
+        starts = np.array(draft.starts, np.int32)
+        lengths = np.array([s.num_tokens for s in scheduled], np.int32)
+        kv_lens = starts + lengths
+        cu_q_lens = np.zeros(width + 1, np.int32)
+        np.cumsum(lengths, out=cu_q_lens[1 : num_seqs + 1])
+        cu_q_lens[num_seqs + 1 :] = num_tokens
+        page_table = np.zeros((width, config.pages_per_seq), np.int32)
+        page_table[:num_seqs] = self._pages[slots]
+
+        seq_of_token = np.repeat(np.arange(num_seqs), lengths)
+        positions = np.zeros(bucket, np.int32)
+        positions[:num_tokens] = (
+            np.arange(num_tokens) + (starts - cu_q_lens[:num_seqs])[seq_of_token]
+        )
+        return StepPlan(
+            bucket=bucket,
+            tokens=_padded(_packed_tokens(draft), bucket),
+            positions=positions,
+            slot_mapping=self._slot_mapping(page_table, seq_of_token, positions),
+            page_table=page_table,
+            kv_lens=_padded(kv_lens, width),
+            cu_q_lens=cu_q_lens,
+            num_seqs=num_seqs,
+            rows=self._rows(draft, slots, cu_q_lens, kv_lens, width),
+            num_rows=num_rows,
+            copies=tuple(copies),
+            row_updates=tuple(row_updates),
+            scheduled=tuple(scheduled),
+        )
+
+    def _slot_mapping(self, page_table: I32, seq_of_token: NDArray[np.intp], positions: I32) -> I32:
+        """i32[bucket]; padding is past the pool, and distinct so that a scatter may rely on it."""
+        size = self._config.page_size
+        num_tokens = len(seq_of_token)
+        mapping = self._config.num_pages * size + np.arange(len(positions), dtype=np.int32)
+        logical, offset = np.divmod(positions[:num_tokens], np.int32(size))
+        mapping[:num_tokens] = page_table[seq_of_token, logical] * np.int32(size) + offset
+        return mapping
+
+    def _rows(
+        self, draft: StepDraft, slots: I32, cu_q_lens: I32, kv_lens: I32, width: int
+    ) -> SamplingRows:
+        per_seq = [s.num_prompt_rows + s.num_samples for s in draft.scheduled]
+        seq_of_row = np.repeat(np.arange(len(per_seq)), per_seq)
+        column = np.full(width, self._config.max_num_seqs, np.int32)
+        column[: draft.num_rows] = slots[seq_of_row]
+        ints, floats, seeds = self._ints[:, column], self._floats[:, column], self._seeds[column]
+        token_index = _padded(cu_q_lens[1:][seq_of_row] - 1, width)
+        position = _padded(kv_lens[seq_of_row], width)
+        target = np.full(width, NO_TARGET, np.int32)
+        rows = _rows_of(ints, floats, seeds, token_index, position, target)
+        for i in draft.special:
+            scheduled, live, start = draft.scheduled[i], draft.lives[i], draft.starts[i]
+            if scheduled.num_prompt_rows:
+                self._ask_prompt(rows, scheduled, start, int(cu_q_lens[i]))
+            if scheduled.num_samples > 1:
+                first = scheduled.first_row + scheduled.num_prompt_rows
+                drawing = slice(first, first + scheduled.num_samples)
+                rows.sample[drawing] = [member.sequence.sample for member in live.owner.members]
+                rows.counts[drawing] = 0  # all n on one slot: their counts come with the fork
+        return rows
+
+    def _ask_prompt(
+        self, rows: SamplingRows, scheduled: ScheduledSequence, start: int, offset: int
+    ) -> None:
+        """Rows for the logprobs of prompt tokens, each read at the token before it."""
+        sequence = scheduled.sequence
+        asking = slice(scheduled.first_row, scheduled.first_row + scheduled.num_prompt_rows)
+        first = max(start + 1, len(sequence.prompt_logprobs), 1)
+        targets = range(first, first + scheduled.num_prompt_rows)
+        none = self._config.max_num_seqs
+        for table, names in ((self._ints, INTS), (self._floats, FLOATS)):
+            for name, values in zip(names, table, strict=True):
+                getattr(rows, name)[asking] = values[none]
+        rows.seed[asking] = 0
+        rows.num_logprobs[asking] = sequence.request.params.prompt_logprobs or 0
+        rows.position[asking] = targets
+        rows.token_index[asking] = np.arange(targets.start, targets.stop) + (offset - 1 - start)
+        rows.target[asking] = sequence.tokens[targets.start : targets.stop]
+
+
+def _rows_of(
+    ints: I32, floats: F32, seeds: U32, token_index: I32, position: I32, target: I32
+) -> SamplingRows:
+    parameters: dict[str, Any] = dict(zip(INTS, ints, strict=True))
+    parameters.update(zip(FLOATS, floats, strict=True))
+    return SamplingRows(
+        token_index=token_index, position=position, target=target, seed=seeds, **parameters
+    )
+
+
+def _packed_tokens(draft: StepDraft) -> I32:
+    spans = zip(draft.scheduled, draft.starts, strict=True)
+    if draft.num_tokens == len(draft.scheduled):  # all decode: no slices
+        return np.array([s.sequence.tokens[start] for s, start in spans], np.int32)
+    tokens = [s.sequence.tokens[start : start + s.num_tokens] for s, start in spans]
+    return np.fromiter(chain.from_iterable(tokens), np.int32, draft.num_tokens)
+
+
+def _padded(values: NDArray[Any], size: int) -> I32:
+    padded = np.zeros(size, np.int32)
+    padded[: len(values)] = values
+    return padded

@@ -1,0 +1,152 @@
+"""Who waits, who runs, and in which slot; every change of a sequence's status is made here.
+
+Owns the queues, the free slots and the requests in flight. Knows nothing of budgets, of tokens or
+of why a sequence moves.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from pagedjax.config import SchedulerConfig
+from pagedjax.errors import IntegrityError
+from pagedjax.paging import PrefixCache
+from pagedjax.request import FinishReason, Request, Sequence, SequenceStatus
+from pagedjax.scheduling.adjustments import Adjustments
+from pagedjax.scheduling.journal import JournaledAllocator, JournaledTable
+from pagedjax.scheduling.live import LiveRequest, LiveSequence
+
+
+class Roster:
+    """Requests in flight and where their sequences are.
+
+    Attributes:
+      requests: by request id, while a sequence of them is not finished.
+      live: the record of each sequence that is not finished.
+      waiting, running: by age, (arrival, sample). Of a request that has not forked only the
+        first sequence is in either; it stands for the others.
+      free_slots: ascending.
+    """
+
+    def __init__(self, config: SchedulerConfig, allocator: JournaledAllocator, cache: PrefixCache):
+        """Starts empty."""
+        self.requests: dict[str, LiveRequest] = {}
+        self.live: dict[Sequence, LiveSequence] = {}
+        self.waiting: list[LiveSequence] = []
+        self.running: list[LiveSequence] = []
+        self.free_slots = list(range(config.max_num_seqs))
+        self._config = config
+        self._allocator = allocator
+        self._cache = cache
+
+    def add(self, request: Request) -> LiveRequest:
+        """Queues a checked request."""
+        owner = self._new_request(request)
+        self.requests[request.request_id] = owner
+        self.live.update({member.sequence: member for member in owner.members})
+        insort(self.waiting, owner.members[0], key=_key)
+        return owner
+
+    def enter(self, live: LiveSequence, slot: int, num_computed_tokens: int) -> None:
+        """From waiting to running, with so many tokens found in the prefix cache."""
+        owner, sequence = live.owner, live.sequence
+        _remove(self.waiting, live)
+        self.take_slot(live, slot)
+        sequence.num_computed_tokens = num_computed_tokens
+        if owner.was_admitted:
+            return
+        owner.was_admitted = True
+        for member in owner.members:
+            member.sequence.num_cached_tokens = num_computed_tokens
+        if owner.may_read_cache(sequence) and self._cache.enabled:
+            self._cache.stats.record(sequence.num_prompt_tokens, num_computed_tokens)
+
+    def take_slot(self, live: LiveSequence, slot: int) -> None:
+        """Makes a sequence that is in no queue run."""
+        self.free_slots.remove(slot)
+        live.sequence.slot = slot
+        live.sequence.status = SequenceStatus.RUNNING
+        insort(self.running, live, key=_key)
+
+    def requeue(self, live: LiveSequence) -> None:
+        """From running, its pages released, to its place by age in waiting."""
+        self._leave(live)
+        live.sequence.num_computed_tokens = 0
+        live.sequence.status = SequenceStatus.WAITING
+        insort(self.waiting, live, key=_key)
+
+    def close(self, live: LiveSequence, reason: FinishReason) -> None:
+        """Ends a sequence and frees all that it holds. It is in `live` once, so it ends once."""
+        sequence, owner = live.sequence, live.owner
+        was_leader = live.is_leader and live is owner.members[0]
+        del self.live[sequence]
+        owner.members.remove(live)
+        live.table.release()
+        if sequence.status is SequenceStatus.RUNNING:
+            self._leave(live)
+        elif was_leader or owner.is_forked:
+            _remove(self.waiting, live)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        if not owner.members:
+            del self.requests[sequence.request.request_id]
+        elif was_leader:  # the prompt is left to the next of its samples
+            insort(self.waiting, owner.members[0], key=_key)
+
+    def close_all(
+        self, owner: LiveRequest, reason: FinishReason, error: str | None = None
+    ) -> list[Sequence]:
+        """Ends every sequence of a request that has not ended; returns them."""
+        ended = [live.sequence for live in owner.members]
+        for live in reversed(list(owner.members)):  # a leader last, or it would be replaced
+            live.sequence.error = error
+            self.close(live, reason)
+        return ended
+
+    def _leave(self, live: LiveSequence) -> None:
+        """Out of running: its slot is free, and results in flight are void."""
+        sequence = live.sequence
+        _remove(self.running, live)
+        if sequence.slot is not None:
+            insort(self.free_slots, sequence.slot)
+        sequence.slot = None
+        sequence.epoch += 1
+        live.in_flight = live.row_state = None
+        live.capacity = 0
+        live.shares_tail = False
+
+    def _new_request(self, request: Request) -> LiveRequest:
+        params, config = request.params, self._config
+        num_prompt = len(request.prompt_token_ids)
+        room = config.max_model_len - num_prompt
+        owner = LiveRequest(
+            request=request,
+            max_output_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+            stop_ids=request.stop_ids,
+            adjustments=Adjustments.of(request, config.vocab_size),
+            is_forked=params.n == 1,
+        )
+        for sample in range(params.n):
+            sequence = Sequence(request, sample, list(request.prompt_token_ids), num_prompt)
+            if params.prompt_logprobs is not None:
+                sequence.prompt_logprobs.append(None)  # nothing comes before the first token
+            member = LiveSequence(
+                sequence=sequence,
+                owner=owner,
+                table=JournaledTable(self._allocator, config.page_size),
+                chain=self._cache.chain((), {"salt": request.cache_salt}),
+                key=(request.arrival, sample),
+            )
+            owner.members.append(member)
+        return owner
+
+
+def _key(live: LiveSequence) -> tuple[int, int]:
+    return live.key
+
+
+def _remove(queue: list[LiveSequence], live: LiveSequence) -> None:
+    at = bisect_left(queue, live.key, key=_key)
+    if at == len(queue) or queue[at] is not live:
+        raise IntegrityError(f"sequence {live.key} is not in the queue where it must be.")
+    del queue[at]
