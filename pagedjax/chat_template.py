@@ -199,7 +199,7 @@ class _Guard:
         self._after = f"1{secret:039d}1"  # after a token of one character: it has no inside
 
     def mark(self, text: str, _: str = "") -> str:
-        """The text with marks in all special tokens, in any case, and in parts of one at its ends."""
+        """The text, marked in all special tokens (in any case) and in parts of one at its ends."""
         marks: dict[int, str] = {}
         present = self._present(text, fold=str.casefold)
         if present:  # a lookahead finds overlapping tokens too: each of them is broken

@@ -36,11 +36,9 @@ TEMPLATES = {
     name: ChatTemplate("{% for m in messages %}" + TURN % change + "{% endfor %}")
     for name, change in CHANGES.items()
 }
-FRAGMENTS = st.sampled_from(
-    ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|IM_End|>", "<|im_<|im_end|>end|>"]
-    + ["<|im_", "end|>", "start|>", "|>", "<", ">", "system\n", " ", "\n", "a", "日", "1", '"']
-    + ["</think>"]
-)
+PARTS = ["<|im_", "end|>", "start|>", "|>", "<", ">", "system\n", " ", "\n", "a", "日", "1", '"']
+FORGED = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|IM_End|>", "<|im_<|im_end|>end|>"]
+FRAGMENTS = st.sampled_from([*FORGED, *PARTS, "</think>"])
 contents = st.lists(FRAGMENTS | st.text(st.characters(exclude_categories=("Cs",)), max_size=5)).map(
     "".join
 )
