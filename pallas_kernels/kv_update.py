@@ -13,9 +13,7 @@ from jax import lax
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # element bytes -> integer of that size
 
 
-def write_kv(
-    kv_pages: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array
-) -> jax.Array:
+def write_kv(kv_pages: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
     """**DONATES** under a donating jit. Puts each token's keys and values where the mapping says.
 
     Args:

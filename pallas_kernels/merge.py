@@ -23,8 +23,7 @@ def merge_states(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array
     """
     if outs.ndim != 4:
         raise ValueError(
-            "`outs` must have shape [parts, num_tokens, num_q_heads, head_dim]. "
-            f"Got {outs.shape}."
+            f"`outs` must have shape [parts, num_tokens, num_q_heads, head_dim]. Got {outs.shape}."
         )
     if lses.shape != outs.shape[:-1]:
         raise ValueError(f"`lses` must have shape {outs.shape[:-1]}, as `outs`. Got {lses.shape}.")

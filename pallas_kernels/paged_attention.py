@@ -185,9 +185,7 @@ def _check_rows(
             raise TypeError(f"`{name}` must be int32. Got {array.dtype}.")
 
 
-def _check_options(
-    scale: float | None, sliding_window: int | None, soft_cap: float | None
-) -> None:
+def _check_options(scale: float | None, sliding_window: int | None, soft_cap: float | None) -> None:
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"`scale` must be finite. Got {scale}.")
     if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):

@@ -21,7 +21,6 @@ _PREFILL_ROWS = 64  # query rows of a tile
 _BLOCK = 128  # kv positions of a block
 
 
-
 @dataclass(frozen=True)
 class _Context:
     """What every group needs; dimensions are static."""
@@ -84,9 +83,7 @@ def paged_attention_xla(
     return out.astype(q.dtype), lse
 
 
-def _live_sequences(
-    kv_lens: jax.Array, cu_q_lens: jax.Array, num_seqs: jax.Array
-) -> _Sequences:
+def _live_sequences(kv_lens: jax.Array, cu_q_lens: jax.Array, num_seqs: jax.Array) -> _Sequences:
     live = jnp.arange(kv_lens.shape[0], dtype=jnp.int32) < num_seqs
     return _Sequences(
         starts=cu_q_lens[:-1],
@@ -95,9 +92,7 @@ def _live_sequences(
     )
 
 
-def _decode(
-    context: _Context, sequences: _Sequences, q: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _decode(context: _Context, sequences: _Sequences, q: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows of sequences with one query row; f32 out and lse, zeros and -inf in all other rows."""
     num_tokens, num_q_heads, head_dim = q.shape
     max_seqs = sequences.q_lens.shape[0]
@@ -266,9 +261,7 @@ def _dot(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
     return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST)
 
 
-def _add_sinks(
-    out: jax.Array, lse: jax.Array, sinks: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """An extra logit in the denominator; rows that saw nothing stay empty."""
     with_sink = jnp.where(jnp.isneginf(lse), -jnp.inf, jnp.logaddexp(lse, sinks[None]))
     shrink = jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(lse - with_sink))

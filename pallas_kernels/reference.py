@@ -59,7 +59,9 @@ def paged_attention(
             sliding_window=sliding_window,
             soft_cap=soft_cap,
             sinks=np.full(num_q_heads, -np.inf) if sinks is None else np.asarray(sinks, float),
-            slopes=np.zeros(num_q_heads) if alibi_slopes is None else np.asarray(alibi_slopes, float),
+            slopes=np.zeros(num_q_heads)
+            if alibi_slopes is None
+            else np.asarray(alibi_slopes, float),
         )
     return (out, lse) if return_lse else out
 
