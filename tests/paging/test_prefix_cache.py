@@ -220,7 +220,7 @@ EXTRA_KEYS: list[dict[str, str | bytes | int | None]] = [
     {"cache_salt": "x"},
     {"adapter": "x"},  # an adapter with the name of a salt
     {"adapter": "x", "cache_salt": "x"},
-    {"adapter": "xcache_salt", "cache_salt": ""},
+    {"adapter": "xcache_saltsx"},  # the same bytes as the one before, were sizes left out
     {"adapter": "", "cache_salt": "x"},
     {"cache_salt": b"x"},
     {"cache_salt": "\ud800"},  # a lone surrogate, which JSON can hold
