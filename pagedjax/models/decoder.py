@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from pagedjax.attention import Batch, attend
 from pagedjax.errors import ModelFormatError
@@ -144,7 +145,7 @@ class Decoder(nnx.Module):
         self,
         config: ModelConfig,
         *,
-        dtype: jnp.dtype | type = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs | None = None,
     ) -> None:
         """Random weights, or zeros to be filled from a file if `rngs` is None."""

@@ -220,7 +220,7 @@ def _parse(path: Path, cursor: _Cursor, size: int) -> GGUFFile:
     for _ in range(num_metadata):
         key = cursor.string()
         if key in metadata:
-            raise _Damaged(f"metadata key {key:.80!r} comes twice")
+            raise _Damaged(f"metadata key {key!r:.80} comes twice")
         metadata[key] = cursor.value()
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
@@ -241,7 +241,7 @@ class _Entry:
 def _entry(cursor: _Cursor) -> _Entry:
     name, num_dimensions = cursor.string(), cursor.scalar("I")
     if num_dimensions > MAX_DIMENSIONS:
-        raise _Damaged(f"tensor {name:.80!r} has {num_dimensions} dimensions")
+        raise _Damaged(f"tensor {name!r:.80} has {num_dimensions} dimensions")
     shape = tuple(cursor.scalar("Q") for _ in range(num_dimensions))[::-1]
     return _Entry(name, shape, cursor.scalar("I"), cursor.scalar("Q"))
 
@@ -263,12 +263,12 @@ def _checkpoint(path: Path, entries: list[_Entry], data_start: int, size: int) -
 
 def _tensor(path: Path, entry: _Entry, data_start: int) -> StoredTensor:
     if entry.type_number not in _TENSOR_TYPES:
-        raise _Damaged(f"tensor {entry.name:.80!r} has the unknown type {entry.type_number}")
+        raise _Damaged(f"tensor {entry.name!r:.80} has the unknown type {entry.type_number}")
     kind, block, block_bytes = _TENSOR_TYPES[entry.type_number]
     row = math.prod(entry.shape[1:]) if len(entry.shape) > 1 else (*entry.shape, 1)[0]
     if (entry.shape[-1] if entry.shape else 1) % block:
         raise _Damaged(
-            f"tensor {entry.name:.80!r} of shape {list(entry.shape)} must have rows of a multiple "
+            f"tensor {entry.name!r:.80} of shape {list(entry.shape)} must have rows of a multiple "
             f"of {block} elements for type {kind}"
         )
     return StoredTensor(

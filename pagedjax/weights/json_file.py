@@ -47,5 +47,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) != len(pairs):
         seen: set[str] = set()
         repeated = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"key {repeated:.80!r} comes twice")
+        raise ValueError(f"key {repeated!r:.80} comes twice")
     return values

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from pagedjax.errors import ModelFormatError
 from pagedjax.models import registry
@@ -62,7 +63,7 @@ def load_model(
     path: str | Path,
     *,
     dtype: str = "auto",
-    default_dtype: jnp.dtype | type = jnp.float32,
+    default_dtype: DTypeLike = jnp.float32,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Reads a model from a directory or a GGUF file.
@@ -90,7 +91,7 @@ def load_model(
 
 
 def _load_directory(
-    path: Path, dtype: str, default_dtype: Any, progress: Progress | None
+    path: Path, dtype: str, default_dtype: DTypeLike, progress: Progress | None
 ) -> LoadedModel:
     files = HFDirectory.read(path)
     family = registry.hf_family(files.config.get("architectures"))
@@ -115,7 +116,7 @@ def _load_directory(
 
 
 def _load_gguf(
-    path: Path, dtype: str, default_dtype: Any, progress: Progress | None
+    path: Path, dtype: str, default_dtype: DTypeLike, progress: Progress | None
 ) -> LoadedModel:
     if not gguf.is_gguf(path):
         raise ModelFormatError(
@@ -144,7 +145,7 @@ def _load_gguf(
     )
 
 
-def _choose_dtype(dtype: str, checkpoint: Checkpoint, default_dtype: Any) -> jnp.dtype:
+def _choose_dtype(dtype: str, checkpoint: Checkpoint, default_dtype: DTypeLike) -> jnp.dtype:
     """The asked one, or that of most stored numbers, or the default for quantised files."""
     if dtype != "auto":
         return jnp.dtype(dtype)
