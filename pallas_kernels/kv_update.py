@@ -2,15 +2,12 @@
 
 Owns how bytes move; which page belongs to whom is the host's business.
 
-XLA's CPU backend expands a scatter into a slow loop and widens bfloat16 updates to float32, the
-whole pool with them. So on every backend an update is a loop of small slices of the pool's bits.
+Every change is one XLA scatter along the leading axes, which the compiler does in place. Bits are
+moved, never converted: the dtypes must agree.
 """
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-
-_BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # element bytes -> integer of that size
 
 
 def write_kv(kv_pages: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
@@ -33,14 +30,10 @@ def write_kv(kv_pages: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.
     expected = (slot_mapping.shape[0], num_kv_heads, head_dim)
     _check_like("k", k, expected, kv_pages)
     _check_like("v", v, expected, kv_pages)
-    new = _to_bits(jnp.stack([k, v], axis=1))[:, None, :, :, None]  # [tokens, 1, 2, K, 1, H]
-    dropped = (slot_mapping < 0) | (slot_mapping >= num_pages * page_size)
-
-    def write(t: jax.Array, pool: jax.Array) -> jax.Array:
-        page, offset = slot_mapping[t] // page_size, slot_mapping[t] % page_size
-        return _update(pool, new[t], (page, 0, 0, offset, 0), dropped[t])
-
-    return _from_bits(lax.fori_loop(0, new.shape[0], write, _to_bits(kv_pages)), kv_pages.dtype)
+    slots = _past_the_end(slot_mapping, num_pages * page_size)
+    pages, offsets = slots // page_size, slots % page_size
+    new = jnp.stack([k, v], axis=1)  # [num_tokens, 2, num_kv_heads, head_dim]
+    return kv_pages.at[pages, :, :, offsets].set(new, mode="drop")
 
 
 def copy_pages(kv_pages: jax.Array, src: jax.Array, dst: jax.Array) -> jax.Array:
@@ -77,9 +70,7 @@ def gather_pages(kv_pages: jax.Array, page_ids: jax.Array) -> jax.Array:
     """
     num_pages = _check_pool(kv_pages)[0]
     _check_ids("page_ids", page_ids)
-    ids = jnp.clip(page_ids, 0, num_pages - 1)
-    pages = _to_bits(kv_pages).at[ids].get(mode="promise_in_bounds")
-    return _from_bits(pages, kv_pages.dtype)
+    return kv_pages.at[jnp.clip(page_ids, 0, num_pages - 1)].get(mode="promise_in_bounds")
 
 
 def scatter_pages(kv_pages: jax.Array, page_ids: jax.Array, pages: jax.Array) -> jax.Array:
@@ -99,30 +90,12 @@ def scatter_pages(kv_pages: jax.Array, page_ids: jax.Array, pages: jax.Array) ->
     num_pages = _check_pool(kv_pages)[0]
     _check_ids("page_ids", page_ids)
     _check_like("pages", pages, (page_ids.shape[0], *kv_pages.shape[1:]), kv_pages)
-    new = _to_bits(pages)[:, None]
-    dropped = (page_ids < 0) | (page_ids >= num_pages)
-
-    def write(i: jax.Array, pool: jax.Array) -> jax.Array:
-        return _update(pool, new[i], (page_ids[i], 0, 0, 0, 0), dropped[i])
-
-    return _from_bits(lax.fori_loop(0, new.shape[0], write, _to_bits(kv_pages)), kv_pages.dtype)
+    return kv_pages.at[_past_the_end(page_ids, num_pages)].set(pages, mode="drop")
 
 
-def _update(
-    pool: jax.Array, new: jax.Array, start: tuple[jax.Array | int, ...], dropped: jax.Array
-) -> jax.Array:
-    """Writes `new` at `start`, or what is there already: a branch would copy the pool."""
-    at = [jnp.asarray(index, jnp.int32) for index in start]
-    old = lax.dynamic_slice(pool, at, new.shape)
-    return lax.dynamic_update_slice(pool, jnp.where(dropped, old, new), at)
-
-
-def _to_bits(array: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(array, _BITS[array.dtype.itemsize])
-
-
-def _from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return lax.bitcast_convert_type(bits, dtype)
+def _past_the_end(indices: jax.Array, size: int) -> jax.Array:
+    """Indices with the negative ones, which JAX would wrap, made too large: a write drops them."""
+    return jnp.where(indices < 0, size, indices)
 
 
 def _check_pool(kv_pages: jax.Array) -> tuple[int, ...]:
