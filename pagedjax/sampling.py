@@ -141,10 +141,7 @@ def set_row(
 ) -> SamplerState:
     """**DONATES** `state` under jit. Replaces all that `slot` holds.
 
-    Args:
-      slot: i32[]; max_num_seqs or more: dropped.
-      bias_ids, bias_values, marks: i32[MAX_LOGIT_BIAS], f32[MAX_LOGIT_BIAS], u16[C, LANES], as
-        `densify` makes them.
+    `slot` i32[]; max_num_seqs: dropped. The other three are what `densify` returns.
     """
     return SamplerState(
         bias_ids=state.bias_ids.at[slot].set(bias_ids, mode="drop"),
@@ -265,11 +262,11 @@ def _draw(likelihood: jax.Array, rows: DeviceRows, draws: jax.Array) -> jax.Arra
     lane_mass = jnp.sum(kept, axis=1)  # f32[R, LANES]
 
     noise = _noise(rows, max(LANES, num_chunks))
-    lane = _index_of_max(jnp.log(lane_mass) + noise[:, :LANES, 0])
+    lane = lax.argmax(jnp.log(lane_mass) + noise[:, :LANES, 0], 1, jnp.int32)
     of_lane = jnp.take_along_axis(likelihood, lane[:, None, None], axis=2)[:, :, 0]  # f32[R, C]
     rank_of_lane = rank[:, :, 0] - lane[:, None].astype(jnp.float32)
     of_lane = _kept(of_lane, rank_of_lane, threshold[:, None], ties_from[:, None])
-    chunk = _index_of_max(jnp.log(of_lane) + noise[:, :num_chunks, 1])
+    chunk = lax.argmax(jnp.log(of_lane) + noise[:, :num_chunks, 1], 1, jnp.int32)
     return chunk * LANES + lane
 
 
@@ -327,9 +324,15 @@ def _limits(
         lambda: _first_mass(likelihood, threshold, num_ties, rows.top_p, by_p),
         lambda: (threshold, num_ties),
     )
-    drops_ties = (num_ties < MANY) & (_count(likelihood == threshold[:, None, None]) > num_ties)
-    ties_from = _if_any(drops_ties, lambda: _ties_from(likelihood, threshold, num_ties, drops_ties))
-    return threshold, ties_from
+    is_tied = likelihood == threshold[:, None, None]
+    drops_ties = (num_ties < MANY) & (_count(is_tied) > num_ties)
+
+    def last_kept() -> jax.Array:
+        rank = jnp.where(is_tied, _rank_of_ids(likelihood.shape[1]), 0.0)
+        found = _search(rank, num_ties, jnp.ones_like(num_ties), drops_ties, by_mass=False)
+        return jnp.where(drops_ties, found, 0.0)
+
+    return threshold, _if_any(drops_ties, last_kept)
 
 
 def _first_k(
@@ -343,32 +346,18 @@ def _first_k(
 
 
 def _first_mass(
-    likelihood: jax.Array,
-    floor: jax.Array,
-    floor_ties: jax.Array,
-    top_p: jax.Array,
-    active: jax.Array,
+    likelihood: jax.Array, floor: jax.Array, ties: jax.Array, top_p: jax.Array, active: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Threshold and ties at it, f32[R] each, that keep the fraction `top_p` of what was kept."""
     limit = floor[:, None, None]
-    ties = jnp.minimum(_count(likelihood == limit), floor_ties)
-    mass = top_p * (_sum(jnp.where(likelihood > limit, likelihood, 0.0)) + floor * ties)
+    above = _sum(jnp.where(likelihood > limit, likelihood, 0.0))
+    mass = top_p * (above + floor * jnp.minimum(_count(likelihood == limit), ties))
     threshold = _search(likelihood, mass, floor, active, by_mass=True)
     limit = threshold[:, None, None]
     above = _sum(jnp.where(likelihood > limit, likelihood, 0.0))
     num_ties = jnp.maximum(jnp.ceil((mass - above) / threshold), 1)
-    most = jnp.where(threshold > floor, MANY, floor_ties)
-    return threshold, jnp.where(active, jnp.minimum(num_ties, most), floor_ties)
-
-
-def _ties_from(
-    likelihood: jax.Array, threshold: jax.Array, num_ties: jax.Array, drops_ties: jax.Array
-) -> jax.Array:
-    """f32[R] least `_rank_of_ids` of the `num_ties` lowest ids at the threshold; 0: all stay."""
-    rank = _rank_of_ids(likelihood.shape[1])
-    tied = jnp.where(likelihood == threshold[:, None, None], rank, 0.0)
-    found = _search(tied, num_ties, jnp.ones_like(threshold), drops_ties, by_mass=False)
-    return jnp.where(drops_ties, found, 0.0)
+    most = jnp.where(threshold > floor, MANY, ties)
+    return threshold, jnp.where(active, jnp.minimum(num_ties, most), ties)
 
 
 def _search(
@@ -415,10 +404,12 @@ def _report(
     """Logprob f32[R] and rank i32[R] of `tokens`, and the likeliest: ids, logprobs [R, 20]."""
     logits = chunks.astype(jnp.float32)
     log_total = raw_best + jnp.log(_sum(jnp.exp(logits - raw_best[:, None, None])))
-    row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    num_rows, num_chunks, _ = logits.shape
+    row = jnp.arange(num_rows, dtype=jnp.int32)
     chosen = logits[row, tokens // LANES, tokens % LANES]
     limit = chosen[:, None, None]
-    is_lower_id = _ids(chunks.shape[1]) < tokens[:, None, None]
+    rank_of_token = (num_chunks * LANES - tokens).astype(jnp.float32)
+    is_lower_id = _rank_of_ids(num_chunks) > rank_of_token[:, None, None]
     is_likelier = (logits > limit) | ((logits == limit) & is_lower_id)
     rank = 1 + _count(is_likelier).astype(jnp.int32)
 
@@ -476,20 +467,15 @@ def _argmax(chunks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     of_chunk = jnp.max(chunks, axis=2)  # [R, C]
     best = jnp.max(of_chunk, axis=1)
-    chunk = _index_of_max(of_chunk == best[:, None])
+    chunk = lax.argmax(of_chunk == best[:, None], 1, jnp.int32)  # the first that has it
     values = jnp.take_along_axis(chunks, chunk[:, None, None], axis=1)[:, 0]  # [R, LANES]
-    lane = _index_of_max(values == best[:, None])
+    lane = lax.argmax(values == best[:, None], 1, jnp.int32)
     return best.astype(jnp.float32), chunk * LANES + lane
 
 
 def _has_nan(chunks: jax.Array) -> jax.Array:
     """bool[R]: a logit is NaN (or +inf beside -inf). By a sum: a maximum may skip over NaN."""
     return jnp.isnan(jnp.sum(chunks, axis=(1, 2), dtype=jnp.float32))
-
-
-def _index_of_max(values: jax.Array) -> jax.Array:
-    """i32[R], the first index of the largest of [R, n]; of flags, that of the first True."""
-    return lax.argmax(values, 1, jnp.int32)
 
 
 def _sum(values: jax.Array) -> jax.Array:
@@ -508,14 +494,10 @@ def _plain_zero(values: jax.Array) -> jax.Array:
     return jnp.where(values == 0, 0.0, values)
 
 
-def _ids(num_chunks: int) -> jax.Array:
-    """i32[1, C, LANES] token ids."""
-    return jnp.arange(num_chunks * LANES, dtype=jnp.int32).reshape(1, num_chunks, LANES)
-
-
 def _rank_of_ids(num_chunks: int) -> jax.Array:
     """f32[1, C, LANES], C * LANES for id 0 down to 1: low ids first, exact up to 2^24."""
-    return (num_chunks * LANES - _ids(num_chunks)).astype(jnp.float32)
+    num_ids = num_chunks * LANES
+    return jnp.arange(num_ids, 0, -1, dtype=jnp.float32).reshape(1, num_chunks, LANES)
 
 
 def _num_chunks(vocab_size: int) -> int:
