@@ -1,0 +1,302 @@
+"""Whatever is asked of the scheduler in whatever order, every sample is the plain model's.
+
+A Hypothesis state machine over all that can happen to it, on a pool so small that requests are
+preempted all the time. All structures are checked after every rule.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pagedjax.config import SchedulerConfig
+from pagedjax.errors import AllocationError
+from pagedjax.plan import StepPlan, StepResult
+from pagedjax.request import FinishReason, Logprob, Request, SamplingParams, Sequence
+from pagedjax.scheduler import Scheduler
+from tests.fake_runner import FakeRunner, PlainAnswer, check_plan, plain_answer
+
+VOCAB = 24
+ROOT = bytes(range(32))
+PREFIXES = [np.random.default_rng(seed).integers(0, VOCAB, 30).tolist() for seed in range(2)]
+MAX_STEPS = 3_000
+
+
+def snapshot(scheduler: Scheduler) -> Any:
+    """Everything that can be seen of a scheduler's state, as plain values."""
+    allocator, cache, roster = scheduler.allocator, scheduler.prefix_cache, scheduler.roster
+    pages = range(1, allocator.num_pages)
+    lives = {}
+    for live in roster.live.values():
+        values = {name: getattr(live.sequence, name) for name in Sequence.__slots__}
+        del values["request"]
+        lives[live.key] = copy.deepcopy(values) | {
+            "pages": live.table.pages,
+            "table tokens": live.table.num_tokens,
+            "capacity": live.capacity,
+            "tail": live.shares_tail,
+            "in flight": id(live.in_flight),
+            "row": live.row_state,
+            "forked": (live.owner.is_forked, live.owner.was_admitted, len(live.owner.members)),
+        }
+    return {
+        "free": (allocator.num_free, allocator.num_evictable, allocator.eviction_order()),
+        "references": [allocator.references(page) for page in pages],
+        "cached": [allocator.is_cached(page) for page in pages],
+        "listener": allocator.on_evict,
+        "stats": (scheduler.stats, copy.copy(cache.stats)),
+        "slots": list(roster.free_slots),
+        "queues": [[live.key for live in queue] for queue in (roster.waiting, roster.running)],
+        "requests": sorted(roster.requests),
+        "lives": lives,
+    }
+
+
+class Injected(AllocationError):
+    """What a call for pages raises when a test says so."""
+
+
+def schedule_with_failures(scheduler: Scheduler) -> StepPlan | None:
+    """`schedule`, after it failed at each of its calls for pages and changed nothing each time."""
+    allocator, before = scheduler.allocator, snapshot(scheduler)
+    for num_calls in itertools.count():
+        left = iter(range(num_calls))
+        for call in (allocator.allocate, allocator.share):
+            setattr(allocator, call.__name__, failing_after(left, call))
+        try:
+            return scheduler.schedule()
+        except Injected:
+            pass
+        finally:
+            del allocator.allocate, allocator.share
+        assert snapshot(scheduler) == before
+        scheduler.check_integrity()
+    raise AssertionError("unreachable")
+
+
+def failing_after(left: Iterator[int], call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise Injected
+        return call(*arguments)
+
+    return wrapper
+
+
+def check_answer(sequence: Sequence, answer: PlainAnswer) -> None:
+    """A sequence that ended by itself is the plain answer; any other is the front of it."""
+    output = sequence.output_token_ids
+    assert output == answer.tokens[: len(output)], sequence.finish_reason
+    reported = [_plain(entry) for entry in sequence.output_logprobs]
+    assert reported == answer.logprobs[: len(reported)]
+    total = sum(next(iter(entry.values())).logprob for entry in sequence.output_logprobs)
+    assert sequence.cumulative_logprob == pytest.approx(total)
+    if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+        assert len(output) == len(answer.tokens)
+        assert len(reported) == len(answer.logprobs)
+        assert sequence.finish_reason is answer.reason
+        assert sequence.stop_reason == answer.stop_reason
+    asked = [None if e is None else _plain(e) for e in sequence.prompt_logprobs]
+    assert asked == answer.prompt_logprobs[: len(asked)]
+    if sequence.sample == 0 and output:
+        assert len(asked) == len(answer.prompt_logprobs)
+
+
+def _plain(entry: dict[int, Logprob]) -> dict[int, tuple[float, int | None]]:
+    return {token: (value.logprob, value.rank) for token, value in entry.items()}
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn, max_n: int) -> SamplingParams:
+    tokens = st.lists(st.integers(0, VOCAB - 1), max_size=3)
+    max_tokens = draw(st.integers(1, 14))
+    return SamplingParams(
+        n=draw(st.integers(1, max_n)),
+        max_tokens=max_tokens,
+        min_tokens=draw(st.sampled_from([0, 0, min(3, max_tokens)])),
+        stop_token_ids=draw(st.sampled_from([(), (), (3,), (5, 6)])),
+        logprobs=draw(st.sampled_from([None, None, 0, 2])),
+        prompt_logprobs=draw(st.sampled_from([None, None, None, 0, 2])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.0, 1.0])),
+        bad_token_ids=tuple(draw(tokens)),
+        ignore_eos=draw(st.booleans()),
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4, 8]),
+        max_num_seqs=st.integers(1, 5),
+        spare_pages=st.integers(0, 12),
+        spare_tokens=st.integers(0, 12),
+        caching=st.sampled_from([True, True, False]),
+    )
+    def start(
+        self, page_size: int, max_num_seqs: int, spare_pages: int, spare_tokens: int, caching: bool
+    ) -> None:
+        max_model_len = 40
+        self.config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + spare_tokens,
+            max_model_len=max_model_len,
+            page_size=page_size,
+            num_pages=1 + -(-max_model_len // page_size) + spare_pages,
+            vocab_size=VOCAB,
+            enable_prefix_caching=caching,
+        )
+        self.scheduler = Scheduler(self.config, prefix_cache_root=ROOT)
+        self.runner = FakeRunner(self.config, self.scheduler.allocator)
+        self.sequences: list[Sequence] = []
+        self.pending: list[tuple[StepPlan, StepResult | None]] = []
+        self.read: tuple[StepPlan, StepResult] | None = None
+
+    @rule(
+        data=st.data(),
+        prefix=st.integers(0, 1),
+        shared=st.integers(0, 26),
+        tail=st.lists(st.integers(0, VOCAB - 1), max_size=8),
+        salt=st.sampled_from([None, None, "a"]),
+        words=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3), max_size=6),
+    )
+    def add(
+        self,
+        data: st.DataObject,
+        prefix: int,
+        shared: int,
+        tail: list[int],
+        salt: str | None,
+        words: list[list[int]],
+    ) -> None:
+        arrival = len({s.request.request_id for s in self.sequences})
+        request = Request(
+            request_id=f"r{arrival}",
+            prompt_token_ids=tuple(PREFIXES[prefix][:shared] + tail) or (1,),
+            params=data.draw(sampling_params(self.config.max_num_seqs)),
+            arrival=arrival,
+            seed=2**63 + arrival % 3,
+            eos_token_ids=frozenset({2}),
+            bad_sequences=tuple(map(tuple, words)),
+            cache_salt=salt,
+        )
+        self.sequences += self.scheduler.add_request(request)
+
+    @rule(late=st.booleans(), with_failures=st.booleans())
+    def step(self, late: bool, with_failures: bool) -> None:
+        roster = self.scheduler.roster
+        oldest = None if self.pending else next(iter([*roster.running, *roster.waiting]), None)
+        plan = (
+            schedule_with_failures(self.scheduler) if with_failures else self.scheduler.schedule()
+        )
+        if plan is None:
+            assert oldest is None, "there is work and nothing runs"
+            return
+        check_plan(plan, self.config)
+        if oldest is not None:
+            assert plan.scheduled[0].sequence is oldest.sequence
+        self.pending.append((plan, self.runner.run(plan)))
+        if not late:
+            self.deliver_all()
+
+    @precondition(lambda self: self.pending)
+    @rule()
+    def deliver_first(self) -> None:
+        plan, result = self.pending.pop(0)
+        if result is None:
+            self.scheduler.drop(plan)
+            return
+        expected = [
+            s.sequence for s in plan.scheduled if s.epoch == s.sequence.epoch and s.num_samples
+        ]
+        before = {s: s.num_tokens for s in self.sequences}
+        advanced = self.scheduler.update(plan, result)
+        grown = [s for s in self.sequences if s.num_tokens > before[s]]
+        assert sorted(map(_name, advanced)) == sorted(map(_name, grown))
+        assert set(map(_name, expected)) <= set(map(_name, advanced)) | {
+            _name(s) for s in expected if s.is_finished
+        }
+        self.read = (plan, result)
+
+    @precondition(lambda self: self.pending)
+    @rule()
+    def lose_last(self) -> None:
+        """The last step broke off on the device."""
+        plan, result = self.pending.pop()
+        if result is not None:
+            self.runner.fail(plan)
+        self.scheduler.drop(plan)
+
+    @precondition(lambda self: self.read)
+    @rule()
+    def read_again(self) -> None:
+        assert self.read
+        assert self.scheduler.update(*self.read) == []
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.sequences))
+        request_id = sequence.request.request_id
+        siblings = [s for s in self.sequences if s.request is sequence.request]
+        was_live = not all(s.is_finished for s in siblings)
+        assert self.scheduler.abort(request_id) == was_live
+        assert not self.scheduler.abort(request_id)
+        assert all(s.is_finished for s in siblings)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), fails=st.booleans())
+    def end_one(self, data: st.DataObject, fails: bool) -> None:
+        sequence = data.draw(st.sampled_from(self.sequences))
+        was = sequence.finish_reason
+        if fails:
+            self.scheduler.fail(sequence, "broken")
+            assert (sequence.error == "broken") == (was in (None, FinishReason.ERROR))
+        else:
+            self.scheduler.finish(sequence, FinishReason.ABORT)
+        assert sequence.is_finished
+        assert was is None or sequence.finish_reason is was
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        held = self.scheduler.allocator.num_held
+        assert self.scheduler.reset_prefix_cache() == (held == 0)
+
+    @invariant()
+    def all_agrees(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_integrity()
+
+    def deliver_all(self) -> None:
+        while self.pending:
+            self.deliver_first()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.deliver_all()
+        steps = 0
+        while self.scheduler.has_work:
+            self.step(late=False, with_failures=False)
+            steps += 1
+            assert steps < MAX_STEPS, "no end in sight"
+        self.scheduler.check_integrity()
+        self.scheduler.assert_empty()
+        for sequence in self.sequences:
+            assert sequence.is_finished
+            check_answer(sequence, plain_answer(sequence.request, sequence.sample, self.config))
+        assert self.scheduler.reset_prefix_cache()
+
+
+def _name(sequence: Sequence) -> tuple[int, int]:
+    return (sequence.request.arrival, sequence.sample)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=40)
