@@ -256,9 +256,12 @@ class BatchJob:
 
     def abort(self) -> None:
         """Cancels what is running."""
+        if not self._running:
+            return
         for request_id in list(self._running):
             self._forget(request_id)
             self._llm.engine.abort(request_id)
+        self._llm.engine.step()  # hands over what was cancelled, so that the engine forgets it
 
     @contextmanager
     def _boundary(self, line: Line) -> Iterator[None]:

@@ -61,6 +61,7 @@ def main(
                 output.start()
                 _say(f"{input_path} is empty: nothing to answer")
                 return OK
+            _say(f"loading {model}; the first time here, compiling takes a while")
             llm = _load(model, options)
             output.start()
         except (CannotStart, PagedJaxError) as error:
