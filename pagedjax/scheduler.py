@@ -30,7 +30,7 @@ from pagedjax.scheduling.draft import StepDraft
 from pagedjax.scheduling.journal import JournaledAllocator
 from pagedjax.scheduling.live import LiveSequence, check_request
 from pagedjax.scheduling.plan_builder import PlanBuilder
-from pagedjax.scheduling.result_reader import ResultReader
+from pagedjax.scheduling.result_reader import Readback, ResultReader
 from pagedjax.scheduling.roster import Roster
 
 logger = logging.getLogger("pagedjax")
@@ -172,13 +172,13 @@ class Scheduler:
           the sequences that got a token or ended, in the plan's order.
         """
         advanced: list[Sequence] = []
-        tokens: list[int] = result.tokens.tolist()
+        readback = Readback(result)
         for scheduled in plan.scheduled:
             live = self.roster.live.get(scheduled.sequence)
             if live is None or live.in_flight is not scheduled:
                 continue
             try:
-                advanced += self._reader.read(live, scheduled, tokens, result)
+                advanced += self._reader.read(live, scheduled, readback)
             except Exception as error:
                 logger.exception("request %s failed", live.sequence.request.request_id)
                 message = f"internal error in this request ({type(error).__name__}); see the log"

@@ -18,6 +18,18 @@ from pagedjax.scheduling.plan_builder import PlanBuilder
 from pagedjax.scheduling.roster import Roster
 
 
+class Readback:
+    """A result whose tokens and flags are lists: a sequence looks at one entry, not at an array."""
+
+    __slots__ = ("corrupted", "result", "tokens")
+
+    def __init__(self, result: StepResult):
+        """Converts once a step."""
+        self.result = result
+        self.tokens: list[int] = result.tokens.tolist()
+        self.corrupted: list[bool] = result.corrupted.tolist()
+
+
 class ResultReader:
     """Takes in results, a sequence at a time.
 
@@ -44,21 +56,14 @@ class ResultReader:
         self._builder = builder
 
     def read(
-        self,
-        live: LiveSequence,
-        scheduled: ScheduledSequence,
-        tokens: list[int],
-        result: StepResult,
+        self, live: LiveSequence, scheduled: ScheduledSequence, readback: Readback
     ) -> list[Sequence]:
-        """Takes in one sequence's part of a result; returns what got a token or ended.
-
-        Args:
-          tokens: `result.tokens` as a list.
-        """
+        """Takes in one sequence's part of a result; returns what got a token or ended."""
+        tokens, corrupted, result = readback.tokens, readback.corrupted, readback.result
         sequence, first = live.sequence, scheduled.first_row
         drawing = first + scheduled.num_prompt_rows
         end = drawing + scheduled.num_samples
-        if end > first and result.corrupted[first:end].any():
+        if end > first and any(corrupted[first:end]):
             self._forget_pages(live)
             message = _corrupted_message(sequence)
             return self._roster.close_all(live.owner, FinishReason.ERROR, message)
