@@ -36,8 +36,8 @@ MAX_COUNT = BANNED - 1
 
 MANY = 2.0**24  # more than any vocabulary; floats count exactly up to here
 
-# exp(logit - largest) below this is taken as 0: no draw of 2^24 bits can reach it, and thresholds
-# stay clear of subnormal numbers, which some devices flush to 0.
+# exp(logit - largest) below this is taken as 0: noise spans 26 nats, so none is ever drawn, and
+# thresholds stay clear of subnormal numbers, which some devices flush to 0.
 LEAST_LIKELIHOOD = 2.0**-100
 
 
@@ -108,10 +108,8 @@ def init_state(max_num_seqs: int, vocab_size: int) -> SamplerState:
 def densify(
     update: RowUpdate, vocab_size: int
 ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.uint16]]:
-    """`update` as the arrays that `set_row` takes after the slot; NumPy, on the host.
-
-    Returns:
-      bias_ids i32[MAX_LOGIT_BIAS], bias_values f32[MAX_LOGIT_BIAS], marks u16[C, LANES].
+    """`update` as what `set_row` takes after the slot: bias_ids i32[MAX_LOGIT_BIAS], bias
+    f32[MAX_LOGIT_BIAS], marks u16[C, LANES]. NumPy, on the host.
     """
     num_chunks = _num_chunks(vocab_size)
     marks = np.zeros(num_chunks * LANES, np.uint16)
@@ -133,11 +131,7 @@ def densify(
 
 
 def set_row(
-    state: SamplerState,
-    slot: jax.Array,
-    bias_ids: jax.Array,
-    bias_values: jax.Array,
-    marks: jax.Array,
+    state: SamplerState, slot: jax.Array, bias_ids: jax.Array, bias: jax.Array, marks: jax.Array
 ) -> SamplerState:
     """**DONATES** `state` under jit. Replaces all that `slot` holds.
 
@@ -145,7 +139,7 @@ def set_row(
     """
     return SamplerState(
         bias_ids=state.bias_ids.at[slot].set(bias_ids, mode="drop"),
-        bias_values=state.bias_values.at[slot].set(bias_values, mode="drop"),
+        bias_values=state.bias_values.at[slot].set(bias, mode="drop"),
         marks=state.marks.at[slot].set(marks, mode="drop"),
     )
 
@@ -164,7 +158,6 @@ def sample(
 
     Args:
       logits: [R, V], any float dtype, V the vocabulary that `state` was made for.
-      rows: R rows.
       state: of all slots; counts grow by one where `rows.counts` is 1 and the row is sound.
     """
     chunks = _chunked(logits)
@@ -178,35 +171,32 @@ def sample(
     has_target = rows.target >= 0
     corrupted = _has_nan(chunks) | ~jnp.isfinite(raw_best) | (~jnp.isfinite(best) & ~has_target)
     tokens = jnp.where(corrupted, 0, jnp.where(has_target, rows.target, tokens))
-    asked = (rows.num_logprobs >= 0) & ~corrupted
+    num_logprobs = jnp.where(corrupted, -1, rows.num_logprobs)
     logprobs, ranks, top_ids, top_logprobs = _if_any(
-        asked, lambda: _report(chunks, raw_best, tokens, rows.num_logprobs, asked)
+        num_logprobs >= 0, lambda: _report(chunks, raw_best, tokens, num_logprobs)
     )
     sampled = Sampled(tokens, logprobs, ranks, top_ids, top_logprobs, corrupted)
     return _counted(state, rows, sampled), sampled
 
 
 def _choose(
-    chunks: jax.Array,
-    raw_best: jax.Array,
-    likeliest: jax.Array,
-    rows: DeviceRows,
-    state: SamplerState,
+    chunks: jax.Array, raw_best: jax.Array, token: jax.Array, rows: DeviceRows, state: SamplerState
 ) -> tuple[jax.Array, jax.Array]:
     """The largest adjusted logit f32[R] and the token i32[R] of every row, drawn or likeliest.
 
-    Corrupted rows run through with their NaN: nothing here mixes rows, and every loop is bounded.
+    `raw_best` and `token` are those of the raw logits. Corrupted rows run through with
+    their NaN: nothing here mixes rows, and every loop is bounded.
     """
     draws = (rows.temperature > 0) & (rows.target < 0)
     temperature = jnp.where(draws, rows.temperature, 1.0)
 
     def adjusted() -> tuple[jax.Array, jax.Array, jax.Array]:
         logits = _adjusted(chunks.astype(jnp.float32), rows, state)
-        best, likeliest = _argmax(logits)
-        return best, likeliest, _likelihood(logits, best, temperature)
+        best, token = _argmax(logits)
+        return best, token, _likelihood(logits, best, temperature)
 
     def raw() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return raw_best, likeliest, _likelihood(chunks, raw_best, temperature)
+        return raw_best, token, _likelihood(chunks, raw_best, temperature)
 
     best, tokens, likelihood = lax.cond(jnp.any(rows.slot < state.max_num_seqs), adjusted, raw)
     drawn = _if_any(draws, lambda: _draw(likelihood, rows, draws))
@@ -395,27 +385,23 @@ def _search(
 
 
 def _report(
-    chunks: jax.Array,
-    raw_best: jax.Array,
-    tokens: jax.Array,
-    num_logprobs: jax.Array,
-    asked: jax.Array,
+    chunks: jax.Array, raw_best: jax.Array, tokens: jax.Array, num_logprobs: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Logprob f32[R] and rank i32[R] of `tokens`, and the likeliest: ids, logprobs [R, 20]."""
+    asked = num_logprobs >= 0
     logits = chunks.astype(jnp.float32)
     log_total = raw_best + jnp.log(_sum(jnp.exp(logits - raw_best[:, None, None])))
-    num_rows, num_chunks, _ = logits.shape
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    chosen = logits[row, tokens // LANES, tokens % LANES]
+    num_chunks = logits.shape[1]
+    chosen = logits[jnp.arange(tokens.shape[0]), tokens // LANES, tokens % LANES]
     limit = chosen[:, None, None]
-    rank_of_token = (num_chunks * LANES - tokens).astype(jnp.float32)
-    is_lower_id = _rank_of_ids(num_chunks) > rank_of_token[:, None, None]
+    rank_of_token = (num_chunks * LANES - tokens).astype(jnp.float32)[:, None, None]
+    is_lower_id = _rank_of_ids(num_chunks) > rank_of_token
     is_likelier = (logits > limit) | ((logits == limit) & is_lower_id)
     rank = 1 + _count(is_likelier).astype(jnp.int32)
 
-    top_ids, top_logits = _if_any(asked & (num_logprobs > 0), lambda: _likeliest(chunks))
+    top_ids, top_logits = _if_any(num_logprobs > 0, lambda: _likeliest(chunks))
     column = jnp.arange(MAX_LOGPROBS, dtype=jnp.int32)[None, :]
-    wanted = asked[:, None] & (column < num_logprobs[:, None])
+    wanted = column < num_logprobs[:, None]
     return (
         jnp.where(asked, chosen - log_total, 0.0),
         jnp.where(asked, rank, 0),
@@ -496,8 +482,8 @@ def _plain_zero(values: jax.Array) -> jax.Array:
 
 def _rank_of_ids(num_chunks: int) -> jax.Array:
     """f32[1, C, LANES], C * LANES for id 0 down to 1: low ids first, exact up to 2^24."""
-    num_ids = num_chunks * LANES
-    return jnp.arange(num_ids, 0, -1, dtype=jnp.float32).reshape(1, num_chunks, LANES)
+    ranks = jnp.arange(num_chunks * LANES, 0, -1, dtype=jnp.float32)
+    return ranks.reshape(1, num_chunks, LANES)
 
 
 def _num_chunks(vocab_size: int) -> int:
