@@ -28,6 +28,7 @@ class Batch:
     num_seqs: jax.Array  # i32[]
     slot_mapping: jax.Array  # i32[num_tokens], page * page_size + offset of each new token
     implementation: str | None = field(default=None, metadata={"static": True})
+    max_q_len: int | None = field(default=None, metadata={"static": True})  # 1: decode only
 
 
 def attend(
@@ -83,6 +84,7 @@ def attend(
         soft_cap=soft_cap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        max_q_len=batch.max_q_len,
         implementation=batch.implementation,
     )
     return out, kv_cache

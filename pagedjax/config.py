@@ -17,6 +17,7 @@ type Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 ALIASES = {"gpu_memory_utilization": "memory_utilization", "block_size": "page_size"}
 MAX_PAGE_SIZE = 256
+SMALLEST_MIXED_BUCKET = 16  # smaller prompts are padded: a compilation costs more than they do
 SMALLEST_BUCKET = 2  # XLA's CPU product of one bfloat16 row is many times slower than of two
 
 
@@ -128,28 +129,51 @@ class SchedulerConfig:
         return -(-self.max_model_len // self.page_size)
 
     @property
+    def max_rows(self) -> int:
+        """Sequences, and sampling rows, that the largest step has room for."""
+        return max(SMALLEST_BUCKET, self.max_num_seqs)
+
+    @property
+    def decode_buckets(self) -> tuple[int, ...]:
+        """Token counts of steps in which each sequence runs one token: powers of two."""
+        return powers_of_two(SMALLEST_BUCKET, self.max_rows)
+
+    @property
+    def mixed_buckets(self) -> tuple[int, ...]:
+        """Token counts of steps with prompts in them; all are larger than a decode bucket."""
+        smallest = SMALLEST_MIXED_BUCKET
+        while smallest <= self.max_rows:
+            smallest *= 2
+        return powers_of_two(smallest, self.max_num_batched_tokens)
+
+    @property
     def buckets(self) -> tuple[int, ...]:
         """Packed token counts that a step is padded to, ascending; each compiles once."""
-        return token_buckets(self.max_num_batched_tokens)
+        return self.decode_buckets + self.mixed_buckets
 
-    def bucket_for(self, num_tokens: int, num_rows: int) -> int:
-        """Smallest bucket with room for so many tokens and sampling rows."""
-        need = max(num_tokens, num_rows, 1)
-        return next(bucket for bucket in self.buckets if bucket >= need)
+    def bucket_for(self, num_tokens: int, num_rows: int, *, decode_only: bool) -> int:
+        """Smallest bucket with room for so many tokens and sampling rows.
+
+        `decode_only`: no sequence of the step runs more than one token.
+        """
+        candidates = self.decode_buckets if decode_only else self.mixed_buckets
+        return next(bucket for bucket in candidates if bucket >= max(num_tokens, num_rows))
+
+    def is_decode_bucket(self, bucket: int) -> bool:
+        """True for steps in which each sequence runs one token."""
+        return bucket <= self.decode_buckets[-1]
 
     def rows_in(self, bucket: int) -> int:
         """Sequences, and sampling rows, that a step of this bucket has room for."""
-        return max(SMALLEST_BUCKET, min(bucket, self.max_num_seqs))
+        return min(bucket, self.max_rows)
 
 
-def token_buckets(most: int) -> tuple[int, ...]:
-    """Powers of two from 2, and `most` itself (at least 2)."""
-    buckets = [SMALLEST_BUCKET]
-    while buckets[-1] * 2 < most:
-        buckets.append(buckets[-1] * 2)
-    if most > buckets[-1]:
-        buckets.append(most)
-    return tuple(buckets)
+def powers_of_two(low: int, high: int) -> tuple[int, ...]:
+    """`low`, doubled until `high` is reached; the last one is `high` itself where that fits."""
+    values = [low]
+    while values[-1] < high:
+        values.append(min(values[-1] * 2, high))
+    return tuple(values)
 
 
 def check_page_size(page_size: int) -> None:

@@ -1,8 +1,10 @@
 """The device half's front door: parameters, the KV cache, and the compiled steps.
 
-The only file with `jax.jit`. A step is one packed transfer in, one compiled call that donates the
-cache and the sampler's state, and one readback. Every bucket is compiled ahead of time: after
-`warm_up` an unknown shape is an error, never a compilation. Knows nothing of requests or queues.
+The only file with `jax.jit`. A step is one packed transfer in, a compiled forward pass that
+donates the cache, a compiled sampler that donates its state, and one readback. They are two
+programs because a sampler serves many buckets, and compiling costs seconds. All are compiled ahead
+of time: after `warm_up` an unknown shape is an error, never a compilation. Knows nothing of
+requests or queues.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,25 +26,26 @@ from pagedjax.attention import Batch
 from pagedjax.config import SchedulerConfig
 from pagedjax.kv_cache import KVCache
 from pagedjax.models.contract import FlatModel
-from pagedjax.plan import MAX_LOGPROBS, PageCopy, RowUpdate, SamplingRows, StepPlan, StepResult
+from pagedjax.plan import (
+    MAX_LOGPROBS,
+    NO_TARGET,
+    PageCopy,
+    RowUpdate,
+    SamplingRows,
+    StepPlan,
+    StepResult,
+)
 
-type Progress = Callable[[int, int], None]  # (done, total) compiled shapes
+type Progress = Callable[[int, int], None]  # (done, total) compiled programs
 
-_ROW_FIELDS = tuple(field.name for field in fields(SamplingRows))
 _FLOAT_ROWS = frozenset(
     ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 )
+# Column of each field in a row of words; the seed has two.
+_ROW_COLUMNS = tuple(field.name for field in fields(SamplingRows) if field.name != "seed")
+_ROW_WORDS = len(_ROW_COLUMNS) + 2
 _RESULT_COLUMNS = 4 + 2 * MAX_LOGPROBS  # token, rank, corrupted, logprob, top ids, top logprobs
-
-
-class CompiledStep(Protocol):
-    """An executable: donates cache and sampler state, returns them and the packed result."""
-
-    def __call__(
-        self, leaves: Any, kv_cache: KVCache, sampler: Any, packed: Any
-    ) -> tuple[KVCache, Any, jax.Array]:
-        """Runs one step."""
-        ...
+_SMALL_SAMPLER = 8  # rows; a sampler compiles once for all steps of at most so many rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,9 @@ class PackedLayout:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape, in the order of packing."""
+        """Name -> shape, in the order of packing; `rows` is a matrix of words."""
         t, s = self.num_tokens, self.max_seqs
-        plan = {
+        return {
             "tokens": (t,),
             "positions": (t,),
             "slot_mapping": (t,),
@@ -65,9 +68,8 @@ class PackedLayout:
             "kv_lens": (s,),
             "cu_q_lens": (s + 1,),
             "num_seqs": (),
+            "rows": (s, _ROW_WORDS),
         }
-        rows = {name: (s, 2) if name == "seed" else (s,) for name in _ROW_FIELDS}
-        return plan | rows
 
     @property
     def size(self) -> int:
@@ -75,10 +77,10 @@ class PackedLayout:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def pack(self, plan: StepPlan) -> np.ndarray:
-        """i32[size]; floats and unsigned integers keep their bits."""
-        arrays = [getattr(plan.rows if name in _ROW_FIELDS else plan, name) for name in self.shapes]
-        views = [np.asarray(a, _dtype_of(a)).reshape(-1).view(np.int32) for a in arrays]
-        packed = np.concatenate(views)
+        """i32[size], a fresh array."""
+        arrays = [_row_words(plan.rows)]
+        arrays[:0] = [np.asarray(getattr(plan, n), np.int32) for n in self.shapes if n != "rows"]
+        packed = np.concatenate([array.reshape(-1) for array in arrays])
         if packed.size != self.size:
             raise ValueError(
                 f"`plan` must fill bucket {plan.bucket} exactly ({self.size} words). "
@@ -92,12 +94,7 @@ class PackedLayout:
         start = 0
         for name, shape in self.shapes.items():
             size = math.prod(shape)
-            array = jax.lax.slice(packed, (start,), (start + size,)).reshape(shape)
-            if name in _FLOAT_ROWS:
-                array = jax.lax.bitcast_convert_type(array, jnp.float32)
-            elif name == "seed":
-                array = jax.lax.bitcast_convert_type(array, jnp.uint32)
-            arrays[name] = array
+            arrays[name] = jax.lax.slice(packed, (start,), (start + size,)).reshape(shape)
             start += size
         return arrays
 
@@ -125,7 +122,8 @@ class ModelRunner:
         self._config = config
         self._cache_dtype = cache_dtype
         self._implementation = implementation
-        self._steps: dict[int, CompiledStep] = {}
+        self._forwards: dict[int, Callable[..., Any]] = {}
+        self._samplers: dict[int, Callable[..., Any]] = {}
         self._copy: Callable[[KVCache, Any], KVCache] | None = None
         self._set_row: Callable[..., Any] | None = None
         self.kv_cache = self._new_cache()
@@ -133,8 +131,9 @@ class ModelRunner:
 
     @property
     def num_compiled(self) -> int:
-        """Step shapes compiled so far."""
-        return len(self._steps)
+        """Programs compiled so far: a forward pass for each bucket, samplers, updates."""
+        updates = (self._copy is not None) + (self._set_row is not None)
+        return len(self._forwards) + len(self._samplers) + updates
 
     def layout(self, bucket: int) -> PackedLayout:
         """How a plan of this bucket is packed."""
@@ -142,22 +141,30 @@ class ModelRunner:
         return PackedLayout(bucket, rows, self._config.pages_per_seq)
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles every bucket, the page copy and the row update; runs each once."""
+        """Compiles every bucket's forward pass, the samplers and the updates; runs each once."""
         buckets = self._config.buckets
-        lowered = [self._lower(bucket) for bucket in buckets]
+        widths = sorted({self._sampler_width(bucket) for bucket in buckets})
+        # The largest first: two threads then end at about the same time.
+        jobs: list[tuple[dict[int, Any], int, Callable[[int], jax.stages.Lowered]]] = [
+            *((self._forwards, bucket, self._lower_forward) for bucket in reversed(buckets)),
+            *((self._samplers, width, self._lower_sampler) for width in widths),
+        ]
+        lowered = [lower(key) for _, key, lower in jobs]
         with ThreadPoolExecutor(2) as pool:  # XLA compiles one program mostly on one thread
             compiled = pool.map(lambda program: program.compile(), lowered)
-            for done, (bucket, step) in enumerate(zip(buckets, compiled, strict=True), 1):
-                self._steps[bucket] = step
+            for done, ((programs, key, _), program) in enumerate(
+                zip(jobs, compiled, strict=True), 1
+            ):
+                programs[key] = program
                 if progress:
-                    progress(done, len(buckets))
+                    progress(done, len(jobs))
         self._compile_updates()
         for bucket in buckets:
             self._call(bucket, self._idle(bucket))
 
     def temp_bytes(self, bucket: int) -> int:
-        """Temporary device memory of one step of this bucket, by the compiler's account."""
-        analysis = self._lower(bucket).compile().memory_analysis()
+        """Temporary device memory of one forward pass of this bucket, by the compiler's account."""
+        analysis = self._lower_forward(bucket).compile().memory_analysis()
         return 0 if analysis is None else int(analysis.temp_size_in_bytes)
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -174,9 +181,11 @@ class ModelRunner:
         return _unpack_result(np.asarray(self._call(plan.bucket, packed)))
 
     def _call(self, bucket: int, packed: np.ndarray) -> jax.Array:
-        self.kv_cache, self._sampler, result = self._steps[bucket](
-            self.model.leaves, self.kv_cache, self._sampler, packed
+        self.kv_cache, logits, rows = self._forwards[bucket](
+            self.model.leaves, self.kv_cache, packed
         )
+        sample = self._samplers[self._sampler_width(bucket)]
+        self._sampler, result = sample(self._sampler, logits, rows)
         return result
 
     def _run_copies(self, copies: tuple[PageCopy, ...]) -> None:
@@ -210,12 +219,25 @@ class ModelRunner:
             dtype=self._cache_dtype,
         )
 
-    def _lower(self, bucket: int) -> jax.stages.Lowered:
+    def _sampler_width(self, bucket: int) -> int:
+        """Rows that the sampler of this bucket has: padded, so that few samplers compile."""
+        small = min(_SMALL_SAMPLER, self._config.max_rows)
+        return small if self._config.rows_in(bucket) <= small else self._config.max_rows
+
+    def _lower_forward(self, bucket: int) -> jax.stages.Lowered:
         layout = self.layout(bucket)
-        step = functools.partial(_step, self.model.merge, layout, self._implementation)
-        jitted = jax.jit(step, donate_argnums=(1, 2))
+        max_q_len = 1 if self._config.is_decode_bucket(bucket) else None
+        static = {"implementation": self._implementation, "max_q_len": max_q_len}
+        neutral = np.tile(_neutral_row(self._config), (self._sampler_width(bucket), 1))
+        forward = functools.partial(_forward, self.model.merge, layout, static, neutral)
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-        return jitted.lower(self.model.leaves, self.kv_cache, self._sampler, packed)
+        jitted = jax.jit(forward, donate_argnums=1)
+        return jitted.lower(self.model.leaves, self.kv_cache, packed)
+
+    def _lower_sampler(self, width: int) -> jax.stages.Lowered:
+        logits = jax.ShapeDtypeStruct((width, self.model.vocab_size), jnp.float32)
+        rows = jax.ShapeDtypeStruct((width, _ROW_WORDS), jnp.int32)
+        return jax.jit(_sample, donate_argnums=0).lower(self._sampler, logits, rows)
 
     def _compile_updates(self) -> None:
         pairs = np.full((2, self._copy_width), self._config.num_pages, np.int32)
@@ -233,36 +255,71 @@ class ModelRunner:
         layout = self.layout(bucket)
         packed = np.zeros(layout.size, np.int32)
         dropped = self._config.num_pages * self._config.page_size
-        start = 2 * bucket
-        packed[start : start + bucket] = dropped + np.arange(bucket)
+        packed[2 * bucket : 3 * bucket] = dropped + np.arange(bucket)  # slot_mapping is third
+        rows = packed[layout.size - layout.max_seqs * _ROW_WORDS :].reshape(-1, _ROW_WORDS)
+        rows[:] = _neutral_row(self._config)
         return packed
 
 
-def _step(
+def _forward(
     merge: Callable[[Any], Any],
     layout: PackedLayout,
-    implementation: str | None,
+    static: dict[str, Any],  # the batch's static fields
+    neutral: np.ndarray,  # i32[width, _ROW_WORDS], rows that pad the step's rows
     leaves: tuple[jax.Array, ...],
     kv_cache: KVCache,
-    sampler: sampling.SamplerState,
     packed: jax.Array,  # i32[layout.size]
-) -> tuple[KVCache, sampling.SamplerState, jax.Array]:
-    """**DONATES** cache and sampler state. The whole step; result i32[R, _RESULT_COLUMNS]."""
+) -> tuple[KVCache, jax.Array, jax.Array]:
+    """**DONATES** the cache. Returns it, f32 logits [width, vocab_size], i32 rows of words."""
     arrays = layout.unpack(packed)
-    rows = sampling.DeviceRows(**{name: arrays[name] for name in _ROW_FIELDS})
     batch = Batch(
         page_table=arrays["page_table"],
         kv_lens=arrays["kv_lens"],
         cu_q_lens=arrays["cu_q_lens"],
         num_seqs=arrays["num_seqs"],
         slot_mapping=arrays["slot_mapping"],
-        implementation=implementation,
+        **static,
     )
     model = merge(leaves)
     hidden, kv_cache = model(arrays["tokens"], arrays["positions"], kv_cache, batch)
-    logits = model.logits(hidden[rows.token_index])
-    sampler, sampled = sampling.sample(logits, rows, sampler)
-    return kv_cache, sampler, _pack_result(sampled)
+    rows = arrays["rows"]
+    logits = model.logits(hidden[rows[:, _ROW_COLUMNS.index("token_index")]]).astype(jnp.float32)
+    extra = neutral.shape[0] - rows.shape[0]
+    logits = jnp.pad(logits, ((0, extra), (0, 0)))
+    return kv_cache, logits, jnp.concatenate([rows, neutral[:extra]])
+
+
+def _sample(
+    state: sampling.SamplerState, logits: jax.Array, words: jax.Array
+) -> tuple[sampling.SamplerState, jax.Array]:
+    """**DONATES** the state. words: i32[R, _ROW_WORDS]; the result is i32[R, _RESULT_COLUMNS]."""
+    columns: dict[str, jax.Array] = {}
+    for i, name in enumerate(_ROW_COLUMNS):
+        column = words[:, i]
+        if name in _FLOAT_ROWS:
+            column = jax.lax.bitcast_convert_type(column, jnp.float32)
+        columns[name] = column
+    seed = jax.lax.bitcast_convert_type(words[:, len(_ROW_COLUMNS) :], jnp.uint32)
+    state, sampled = sampling.sample(logits, sampling.DeviceRows(seed=seed, **columns), state)
+    return state, _pack_result(sampled)
+
+
+def _row_words(rows: SamplingRows) -> np.ndarray:
+    """i32[R, _ROW_WORDS]; floats and unsigned integers keep their bits."""
+    columns = [getattr(rows, name)[:, None].view(np.int32) for name in _ROW_COLUMNS]
+    return np.concatenate([*columns, rows.seed.view(np.int32)], axis=1)
+
+
+def _neutral_row(config: SchedulerConfig) -> np.ndarray:
+    """i32[_ROW_WORDS]: greedy, nothing adjusted, nothing asked for."""
+    values = dict.fromkeys(_ROW_COLUMNS, 0) | {
+        "slot": config.max_num_seqs,
+        "target": NO_TARGET,
+        "num_logprobs": -1,
+        "top_p": int(np.float32(1.0).view(np.int32)),
+        "repetition_penalty": int(np.float32(1.0).view(np.int32)),
+    }
+    return np.array([*values.values(), 0, 0], np.int32)
 
 
 def _copy_pages(kv_cache: KVCache, pairs: jax.Array) -> KVCache:
@@ -293,8 +350,3 @@ def _unpack_result(packed: np.ndarray) -> StepResult:
         top_ids=packed[:, 4:top],
         top_logprobs=np.ascontiguousarray(packed[:, top:]).view(np.float32),
     )
-
-
-def _dtype_of(array: Any) -> np.dtype[Any]:
-    dtype = np.asarray(array).dtype
-    return np.dtype(np.int32) if dtype.kind == "i" else dtype

@@ -32,6 +32,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
+    max_q_len: int | None = None,
     return_lse: bool = False,
     plan: object = None,
     batch_invariant: bool = False,
@@ -64,6 +65,8 @@ def paged_attention(
       sinks: f32[num_q_heads], an extra logit in the denominator only; the lse includes it.
       alibi_slopes: f32[num_q_heads].
       kv_scales: scales of a quantised pool.
+      max_q_len: a promise that no live sequence has more query rows; 1 (decode only) compiles to
+        less code. None: no promise.
       return_lse: also return the log-sum-exp.
       plan: a work list made once a step.
       batch_invariant: the same bits for a row whatever else is in the batch.
@@ -83,6 +86,8 @@ def paged_attention(
     _check_tensors(q, kv_pages)
     _check_rows(page_table, kv_lens, cu_q_lens, num_seqs)
     _check_options(scale, sliding_window, soft_cap)
+    if max_q_len is not None and max_q_len < 1:
+        raise ValueError(f"`max_q_len` must be at least 1, or None. Got {max_q_len}.")
     for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         _check_per_head(name, per_head, q.shape[1])
     chosen = _choose(implementation)
@@ -99,7 +104,7 @@ def paged_attention(
         out, lse = reference.paged_attention(*arrays, **options, return_lse=True)
         out, lse = jnp.asarray(out.astype(q.dtype)), jnp.asarray(lse.astype(np.float32))
     else:
-        out, lse = paged_attention_xla(*arrays, **options)
+        out, lse = paged_attention_xla(*arrays, **options, max_q_len=max_q_len)
     return (out, lse) if return_lse else out
 
 

@@ -10,6 +10,7 @@ a wide page table nor an idle class costs anything, and temporaries do not grow 
 Knows nothing of validation: `pallas_kernels.paged_attention` has done it.
 """
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -52,6 +53,8 @@ class _Sequences:
     kv_lens: jax.Array  # i32[max_seqs]
 
 
+# Jitted so that a model of many equal layers traces and lowers it once, not once a layer.
+@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap", "max_q_len"))
 def paged_attention_xla(
     q: jax.Array,  # [num_tokens, num_q_heads, head_dim]
     kv_pages: jax.Array,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
@@ -65,6 +68,7 @@ def paged_attention_xla(
     soft_cap: float | None,
     sinks: jax.Array | None,  # f32[num_q_heads]
     alibi_slopes: jax.Array | None,  # f32[num_q_heads]
+    max_q_len: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` after validation; out in q's dtype and lse f32[num_tokens, N]."""
     context = _Context(
@@ -77,7 +81,8 @@ def paged_attention_xla(
     )
     sequences = _live_sequences(kv_lens, cu_q_lens, num_seqs)
     out, lse = _decode(context, sequences, q)
-    out, lse = _prefill(context, sequences, q, out, lse)
+    if max_q_len != 1:
+        out, lse = _prefill(context, sequences, q, out, lse)
     if sinks is not None:
         out, lse = _add_sinks(out, lse, sinks)
     return out.astype(q.dtype), lse

@@ -27,6 +27,7 @@ def paged_attention(
     sinks: ArrayLike | None = None,  # f32[num_q_heads]
     alibi_slopes: ArrayLike | None = None,  # f32[num_q_heads]
     kv_scales: ArrayLike | None = None,
+    max_q_len: int | None = None,
     return_lse: bool = False,
     plan: object = None,
     batch_invariant: bool = False,
@@ -37,7 +38,8 @@ def paged_attention(
 
     Every row is computed alone, so it is batch invariant; a plan changes nothing in the result.
     """
-    del plan, batch_invariant, implementation, interpret  # ways to compute, not what to compute
+    # Ways to compute, not what to compute.
+    del max_q_len, plan, batch_invariant, implementation, interpret
     if kv_scales is not None:
         raise NotImplementedError("`kv_scales` (a quantised pool) is not implemented yet.")
     queries = np.asarray(q, np.float64)

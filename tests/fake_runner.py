@@ -246,7 +246,8 @@ def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
     width, bucket = config.rows_in(plan.bucket), plan.bucket
     num_tokens, num_seqs, num_rows = plan.num_tokens, plan.num_seqs, plan.num_rows
     assert bucket in config.buckets
-    assert bucket == config.bucket_for(num_tokens, num_rows)
+    decode_only = all(s.num_tokens == 1 for s in plan.scheduled)
+    assert bucket == config.bucket_for(num_tokens, num_rows, decode_only=decode_only)
     assert 0 < num_tokens <= config.max_num_batched_tokens
     assert num_seqs == len(plan.scheduled) <= min(width, config.max_num_seqs)
     assert num_rows <= width

@@ -82,5 +82,5 @@ class Adjustments:
         if state.bans_stops:
             bias.update(dict.fromkeys(self._stops, BAN))
         bias.update(dict.fromkeys(state.bad_ends, BAN))
-        counts = Counter(sequence.output_token_ids) if self._has_penalties else {}
-        return RowUpdate(slot, bias, self._allowed, dict(counts), self._prompt)
+        counted = sequence.output_token_ids if self._has_penalties else list[int]()
+        return RowUpdate(slot, bias, self._allowed, dict(Counter(counted)), self._prompt)

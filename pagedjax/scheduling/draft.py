@@ -44,7 +44,7 @@ class StepDraft:
         self._config = config
         self._allocator = allocator
         self._cache = cache
-        self._max_rows = max(2, config.max_num_seqs)  # = rows_in(bucket) wherever so many fit
+        self._max_rows = config.max_rows
         self._free = allocator.num_free
         self._references: dict[int, int] = {}  # where they differ from the allocator's by now
 

@@ -7,7 +7,7 @@ tokens, sequences, budgets or why pages change hands.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -30,7 +30,7 @@ class JournaledAllocator(PageAllocator):
         self._evicted: list[int] = []
 
     @contextmanager
-    def transaction(self) -> Iterator[None]:
+    def transaction(self) -> Generator[None]:
         """Everything inside happens, or nothing does."""
         if self._undo is not None:
             raise IntegrityError("`transaction` must not be opened inside another one.")

@@ -83,7 +83,8 @@ class PlanBuilder:
         """The plan of a drafted step."""
         config, scheduled = self._config, draft.scheduled
         num_tokens, num_rows = draft.num_tokens, draft.num_rows
-        bucket = config.bucket_for(num_tokens, num_rows)
+        decode_only = num_tokens == len(scheduled)
+        bucket = config.bucket_for(num_tokens, num_rows, decode_only=decode_only)
         width = config.rows_in(bucket)
         num_seqs = len(scheduled)
         slots = np.array(draft.slots, np.int32)
