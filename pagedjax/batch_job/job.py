@@ -205,15 +205,12 @@ class BatchJob:
     ) -> None:
         self.summary = Summary()
         self._llm = llm
-        self._write = write
         self._max_in_flight = max_in_flight
         self._created = created
         self._seen: dict[str, int] = {}  # key of each custom_id -> the line that has it
         self._running: dict[str, tuple[Line, int]] = {}  # request id -> line, index of the prompt
         self._num_sequences = 0
-        self._order: deque[int] = deque()  # lines not written yet
-        self._ready: dict[int, str] = {}  # those of them that are answered
-        self._ready_chars = 0
+        self._output = InputOrder(write)
 
     @property
     def is_busy(self) -> bool:
@@ -224,7 +221,8 @@ class BatchJob:
     def is_full(self) -> bool:
         """True when another line has to wait, for the engine or for an earlier line's answer."""
         return self.is_busy and (
-            self._num_sequences >= self._max_in_flight or self._ready_chars >= MAX_WAITING_CHARS
+            self._num_sequences >= self._max_in_flight
+            or self._output.num_chars >= MAX_WAITING_CHARS
         )
 
     def accept(self, number: int, raw: bytes) -> None:
@@ -234,11 +232,12 @@ class BatchJob:
             self.summary.blank += 1
             return
         line = Line(number)
-        self._order.append(number)
+        self._output.expect(number)
         with self._boundary(line):
             self._parse(line, raw)
             self._submit(line)
-        self._write_ready()
+        # Outside the boundary: trouble with the output is not the fault of a line.
+        self._output.write_ready()
 
     def step(self) -> None:
         """Runs one step of the engine and answers the lines that ended in it."""
@@ -247,12 +246,11 @@ class BatchJob:
                 line, index = self._running[output.request_id]
                 with self._boundary(line):
                     self._collect(line, index, output)
-        self._write_ready()
+        self._output.write_ready()
 
     def abandon(self) -> None:
         """Writes the answers there are, in order, and leaves out the lines without one."""
-        self._order = deque(number for number in self._order if number in self._ready)
-        self._write_ready()
+        self._output.write_rest()
 
     def abort(self) -> None:
         """Cancels what is running."""
@@ -380,19 +378,42 @@ class BatchJob:
             "response": response,
             "error": error,
         })  # fmt: skip
-        self._ready[line.number] = text
-        self._ready_chars += len(text)
+        self._output.put(line.number, text)
 
-    def _write_ready(self) -> None:
-        """Outside every boundary: trouble with the output is not the fault of a line."""
+
+class InputOrder:
+    """Output lines that wait until all earlier ones are written."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self.num_chars = 0  # of the lines that wait
+        self._write = write
+        self._order: deque[int] = deque()  # numbers of the lines not written yet
+        self._ready: dict[int, str] = {}  # those of them that are there
+
+    def expect(self, number: int) -> None:
+        """A line of this number will come, after those that are expected already."""
+        self._order.append(number)
+
+    def put(self, number: int, text: str) -> None:
+        """Takes a line; it is written by `write_ready`, when its turn has come."""
+        self._ready[number] = text
+        self.num_chars += len(text)
+
+    def write_ready(self) -> None:
+        """Writes all lines whose turn has come."""
         while self._order and self._order[0] in self._ready:
             text = self._ready.pop(self._order.popleft())
-            self._ready_chars -= len(text)
+            self.num_chars -= len(text)
             try:
                 self._write(text)
             except BaseException:
                 self._order.clear()  # this line may be torn: nothing may follow it
                 raise
+
+    def write_rest(self) -> None:
+        """Writes the lines that are there, in order; the others will not come."""
+        self._order = deque(number for number in self._order if number in self._ready)
+        self.write_ready()
 
 
 def _dump(document: Json) -> str:
