@@ -287,6 +287,22 @@ def check_report(sampled: sampling.Sampled, i: int, logits: F64, row: Row) -> No
     np.testing.assert_allclose(sampled.top_logprobs[i, :n], top_logprobs, atol=1e-5, rtol=1e-6)
 
 
+def test_every_adjusted_logit_equals_the_reference() -> None:
+    rng = np.random.default_rng(11)
+    apply = jax.jit(lambda x, r, s: sampling._adjusted(sampling._chunked(x), r, s))
+    for _ in range(10):
+        updates = [random_update(rng, slot, 300) for slot in range(SLOTS)]
+        rows = [random_row(rng, slot, 300) for slot in range(SLOTS)]
+        logits = random_logits(rng, SLOTS, 300)
+        logits[:, 7] = -np.inf
+        got = apply(jnp.asarray(logits), device_rows(rows), state_with(300, *updates))
+        got = np.asarray(got).reshape(SLOTS, -1)
+        for i, row in enumerate(rows):
+            want = adjusted(logits[i].astype(np.float64), row, updates[i])
+            np.testing.assert_allclose(got[i, :300], want, rtol=1e-5, atol=1e-5)
+        assert (got[:, 300:] == -np.inf).all()
+
+
 # ------------------------------------------------------------------------------- filters and ties
 
 
@@ -518,6 +534,19 @@ def test_nan_and_infinity_corrupt_their_row_alone(
         assert_same_row(sampled, int(i), clean, int(i))
     assert np.isfinite(sampled.logprobs).all()
     assert np.isfinite(sampled.top_logprobs[:, :2]).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_nan_is_seen_in_large_vocabularies_too(dtype: jnp.dtype) -> None:
+    # Where XLA takes its fast reductions, a maximum over float32 skips NaN.
+    logits = np.zeros((8, 49152), np.float32)
+    logits[1, 777] = np.nan
+    logits[2, 49151] = -np.float32(np.nan)
+    logits[3] = -np.inf
+    logits[4, 5] = 3e37  # large, but a number
+    has_nan = jax.jit(lambda x: sampling._has_nan(sampling._chunked(x)))
+    flags = has_nan(jnp.asarray(logits, dtype))
+    assert flags.tolist() == [False, True, True, *[False] * 5]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
