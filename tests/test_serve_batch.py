@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -451,3 +452,41 @@ def test_foreign_python_hands_over_to_the_checkout_s_own(tmp_path: Path) -> None
         capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]},
     )  # fmt: skip
     assert result.stdout.splitlines() == [str(script), "in 1.jsonl", "--seed", "2"]
+
+
+# ------------------------------------------------------------------------- with the real loader
+
+
+def gguf_header(path: Path) -> None:
+    path.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + b"\x00" * 10)
+
+
+def wrong_magic(path: Path) -> None:
+    path.write_bytes(b"<html>not found</html>")
+
+
+def empty_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def nothing(path: Path) -> None:
+    del path  # it does not exist
+
+
+@pytest.mark.parametrize("make", [gguf_header, wrong_magic, empty_folder, nothing])
+def test_model_files_that_are_no_model_stop_the_start(
+    make: Callable[[Path], None],
+    requests: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = tmp_path / "model.gguf"
+    make(model)
+    out = tmp_path / "out.jsonl"
+    assert main(str(requests), str(out), model=str(model), options={}) == 2
+    shown = capsys.readouterr().err
+    assert "\nserve_batch: error: " in shown
+    assert "model.gguf" in shown
+    assert "Traceback" not in shown
+    assert "cannot load the model" not in shown, "an error that nobody foresaw"
+    assert not out.exists()
