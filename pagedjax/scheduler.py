@@ -155,7 +155,7 @@ class Scheduler:
             for live in roster.running:
                 self._builder.set_pages(live)
             raise
-        self._commit(draft, slots)
+        _commit(draft, slots, roster, self.config.page_size)
         for live, state in bans.items():
             live.row_state = state
         self._num_preemptions += len(draft.victims)
@@ -249,18 +249,21 @@ class Scheduler:
             self._builder.set_pages(live, slots[live])
         return [copy for copy in copies if copy is not None]
 
-    def _commit(self, draft: StepDraft, slots: Mapping[LiveSequence, int]) -> None:
-        """What the draft decided, once nothing can fail any more."""
-        for live in draft.victims:
-            self.roster.requeue(live)
-            live.sequence.num_preemptions += 1
-        for live, hits in draft.admitted:
-            self.roster.enter(live, slots[live], len(hits) * self.config.page_size)
-        for live, _ in draft.grown:
-            live.capacity = live.table.capacity
-            live.shares_tail = False
-        for live, scheduled in zip(draft.lives, draft.scheduled, strict=True):
-            live.in_flight = scheduled
+
+def _commit(
+    draft: StepDraft, slots: Mapping[LiveSequence, int], roster: Roster, page_size: int
+) -> None:
+    """What the draft decided, once nothing can fail any more."""
+    for live in draft.victims:
+        roster.requeue(live)
+        live.sequence.num_preemptions += 1
+    for live, hits in draft.admitted:
+        roster.enter(live, slots[live], len(hits) * page_size)
+    for live, _ in draft.grown:
+        live.capacity = live.table.capacity
+        live.shares_tail = False
+    for live, scheduled in zip(draft.lives, draft.scheduled, strict=True):
+        live.in_flight = scheduled
 
 
 def _new_bans(slots: Mapping[LiveSequence, int]) -> dict[LiveSequence, BanState]:

@@ -52,10 +52,9 @@ class StepDraft:
         """Gives each running sequence its tokens, oldest first; preempts from the other end."""
         kept = list(running)
         budget = self._config.max_num_batched_tokens
-        at = 0
-        while at < len(kept) and self.num_tokens < budget:
-            live = kept[at]
-            at += 1
+        for at, live in enumerate(running, 1):
+            if at > len(kept) or self.num_tokens >= budget:
+                return
             if live.in_flight is not None:
                 continue
             sequence = live.sequence
@@ -69,7 +68,7 @@ class StepDraft:
             total = start + num_tokens
             needs_page = total > live.capacity or live.shares_tail
             if needs_page and not self._make_room(live, total, kept, at):
-                break
+                return
             slot = sequence.slot
             if slot is None:
                 raise IntegrityError(f"running sequence {live.key} has no slot.")
