@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,18 +15,24 @@ NUM_NEW = 24
 PAGE_SIZES = (1, 4, 16, 64)
 
 
-def make_llm(page_size: int, **options: Any) -> LLM:
-    sizes = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 32}
-    return LLM(TinyLM(), tokenizer=ByteTokenizer(), page_size=page_size, **(sizes | options))
+POOL_TOKENS = 512  # enough for every test here but the one that wants preemption
 
 
 @pytest.fixture(scope="module", params=PAGE_SIZES)
 def llm(request: pytest.FixtureRequest) -> LLM:
-    return make_llm(request.param, num_pages=1 + 8 * 128 // request.param)
+    return LLM(
+        TinyLM(),
+        tokenizer=ByteTokenizer(),
+        page_size=request.param,
+        num_pages=1 + POOL_TOKENS // request.param,
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+    )
 
 
 @pytest.fixture(autouse=True)
-def _nothing_leaks(llm: LLM) -> Any:
+def _nothing_leaks(llm: LLM) -> Iterator[None]:
     yield
     llm.engine.check_integrity()
     assert llm.engine.reset_prefix_cache()
@@ -81,6 +88,7 @@ def test_forks_that_diverge_each_equal_dense_logprobs(llm: LLM) -> None:
     assert len({tuple(sample.token_ids) for sample in output.outputs}) == 5
     for sample in output.outputs:
         expected = dense_logprobs([*prompt, *sample.token_ids])
+        assert sample.logprobs is not None
         for i, token in enumerate(sample.token_ids):
             got = sample.logprobs[i][token].logprob
             assert got == pytest.approx(expected[len(prompt) + i - 1, token], abs=1e-4)
@@ -112,14 +120,14 @@ def test_prompt_logprobs_equal_dense(llm: LLM) -> None:
             assert logprob.logprob == pytest.approx(expected[i - 1, token], abs=1e-4)
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_preempted_requests_equal_dense(page_size: int, llm: LLM) -> None:
-    del llm  # its autouse check is harmless; this test makes a small pool of its own
-    small = make_llm(page_size, num_pages=1 + 160 // page_size)
+def test_preempted_requests_equal_dense(llm: LLM) -> None:
+    """Eight requests want 900 positions of a pool that has 512."""
     rng = np.random.default_rng(5)
-    prompts = [rng.integers(0, VOCAB, length).tolist() for length in (30, 25, 40, 28, 33, 7)]
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=60)
-    outputs = small.generate(prompts, params)
-    assert small.engine.scheduler.stats.num_preemptions > 0
-    assert [tokens_of(o) for o in outputs] == [dense_greedy(p, 60) for p in prompts]
-    small.engine.check_integrity()
+    prompts = [
+        rng.integers(0, VOCAB, length).tolist() for length in (50, 45, 60, 48, 53, 27, 61, 56)
+    ]
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=64)
+    before = llm.engine.scheduler.stats.num_preemptions
+    outputs = llm.generate(prompts, params)
+    assert llm.engine.scheduler.stats.num_preemptions > before
+    assert [tokens_of(o) for o in outputs] == [dense_greedy(p, 64) for p in prompts]
