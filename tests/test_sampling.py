@@ -621,6 +621,10 @@ def test_the_likeliest_are_found_in_one_chunk_or_in_twenty() -> None:
         ids, values = likeliest(jnp.asarray(logits))
         assert ids[0].tolist() == sorted(found, key=lambda t: (-logits[0, t], t))
         np.testing.assert_array_equal(values[0], logits[0, np.asarray(ids[0])])
+    crossed = np.full((1, 3000), -1.0, np.float32)
+    crossed[0, [0, 1, 130, 131]] = [3.0, 2.0, 5.0, 2.0]  # the later chunk has the larger maximum
+    ids, _ = likeliest(jnp.asarray(crossed))
+    assert ids[0, :4].tolist() == [130, 0, 1, 131]
 
 
 # ------------------------------------------------------------------------------------ slots' memory
