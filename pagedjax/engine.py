@@ -1,6 +1,6 @@
 """The engine: joins the scheduler (host half) and the runner (device half), one step at a time.
 
-Owns the requests that are in flight, their detokenizers and their clocks. Everything that a
+Owns the requests that are in flight. Everything that a
 request brings is handled inside a boundary of its own, so that a bad one harms nobody else.
 """
 
@@ -9,21 +9,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from pagedjax.detokenizer import Detokenizer
 from pagedjax.errors import IntegrityError, RequestError
+from pagedjax.in_flight import INTERNAL_ERROR, InFlight
 from pagedjax.plan import StepPlan, StepResult
 from pagedjax.request import (
-    CompletionOutput,
     FinishReason,
-    Logprob,
     Request,
     RequestOutput,
     SamplingParams,
     Sequence,
-    TokenLogprobs,
     derived_seed,
 )
 from pagedjax.scheduler import Scheduler
@@ -35,7 +32,6 @@ logger = logging.getLogger("pagedjax")
 type Prompt = str | list[int] | tuple[int, ...]
 
 _SEED_MASK = 2**64 - 1
-INTERNAL_ERROR = "internal error while handling this request; see the log"
 
 
 class Runner(Protocol):
@@ -44,20 +40,6 @@ class Runner(Protocol):
     def run(self, plan: StepPlan) -> StepResult:
         """Runs one step."""
         ...
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """A request in flight."""
-
-    request: Request
-    sequences: list[Sequence]
-    detokenizers: list[Detokenizer | None]
-    arrived: float  # seconds, monotonic clock, as all here
-    num_seen: list[int] = field(default_factory=list[int])  # output tokens handled, by sample
-    first_token: float | None = None
-    last_token: float = 0.0
-    longest_gap: float = 0.0  # between two tokens of sample 0
 
 
 class LLMEngine:
@@ -84,7 +66,7 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self._seed = seed
         self._eos_token_ids = eos_token_ids
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, InFlight] = {}
         self._ended: list[RequestOutput] = []
         self._num_arrived = 0
         self._log = ThroughputLog(logger)
@@ -114,8 +96,7 @@ class LLMEngine:
         request = self._request(request_id, prompt, params, cache_salt)
         detokenizers = [self._detokenizer(params) for _ in range(params.n)]
         sequences = self.scheduler.add_request(request)
-        live = _Live(request, sequences, detokenizers, time.monotonic())
-        live.num_seen = [0] * params.n
+        live = InFlight(request, sequences, detokenizers, arrived=time.monotonic())
         self._num_arrived += 1
         self._live[request_id] = live
 
@@ -156,7 +137,7 @@ class LLMEngine:
         """Raises `IntegrityError` when an invariant of pages, queues or requests is broken."""
         self.scheduler.check_integrity()
         for request_id, live in self._live.items():
-            if all(sequence.is_finished for sequence in live.sequences):
+            if live.is_finished:
                 raise IntegrityError(f"request {request_id!r} ended but is still in flight.")
         if not self._live:
             self.scheduler.assert_empty()
@@ -232,111 +213,26 @@ class LLMEngine:
 
     def _advance(self, sequences: list[Sequence]) -> None:
         now = time.monotonic()
-        touched: dict[str, _Live] = {}
+        touched: dict[str, InFlight] = {}
         for sequence in sequences:
             live = self._live.get(sequence.request.request_id)
             if live is None:
                 continue
             touched[sequence.request.request_id] = live
             try:
-                self._read_tokens(live, sequence, now)
+                stopped = live.read(sequence, now)
+                if stopped is not None:
+                    self.scheduler.finish(sequence, FinishReason.STOP, stop_reason=stopped)
             except Exception:
                 logger.exception("request %s failed", sequence.request.request_id)
                 self.scheduler.fail(sequence, INTERNAL_ERROR)
         self._end_finished(touched.values())
 
-    def _read_tokens(self, live: _Live, sequence: Sequence, now: float) -> None:
-        """Clocks and detokenises what is new of one sequence; a stop string ends it."""
-        sample = sequence.sample
-        start = sequence.num_prompt_tokens + live.num_seen[sample]
-        new = sequence.tokens[start:]
-        live.num_seen[sample] += len(new)
-        if sample == 0 and new:
-            if live.first_token is None:
-                live.first_token = now
-            else:
-                live.longest_gap = max(live.longest_gap, now - live.last_token)
-            live.last_token = now
-        detokenizer = live.detokenizers[sample]
-        if detokenizer is None:
-            return
-        for token in new:
-            detokenizer.push(token)
-            if detokenizer.stopped is not None:
-                self.scheduler.finish(sequence, FinishReason.STOP, stop_reason=detokenizer.stopped)
-                break
-
     def _end_finished(self, candidates: Any) -> None:
         for live in list(candidates):
-            if all(sequence.is_finished for sequence in live.sequences):
+            if live.is_finished:
                 del self._live[live.request.request_id]
-                self._ended.append(self._output(live))
-
-    def _output(self, live: _Live) -> RequestOutput:
-        request, sequences = live.request, live.sequences
-        failed = next((s for s in sequences if s.finish_reason is FinishReason.ERROR), None)
-        first = sequences[0]
-        output = RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=list(request.prompt_token_ids),
-            outputs=[self._completion(live, sequence) for sequence in sequences],
-            finished=True,
-            num_cached_tokens=first.num_cached_tokens,
-            metrics=_metrics(live),
-        )
-        if request.params.prompt_logprobs is not None:
-            output.prompt_logprobs = [
-                None if entry is None else self._decoded(entry) for entry in first.prompt_logprobs
-            ]
-        if failed is not None:
-            output.error = RequestError(failed.error or INTERNAL_ERROR, code="engine_error")
-        return output
-
-    def _completion(self, live: _Live, sequence: Sequence) -> CompletionOutput:
-        params = live.request.params
-        detokenizer = live.detokenizers[sequence.sample]
-        reason, stop_reason = sequence.finish_reason, sequence.stop_reason
-        text = ""
-        if detokenizer is not None:
-            detokenizer.finish()
-            text = detokenizer.text
-            if detokenizer.stopped is not None and reason is not FinishReason.ERROR:
-                reason, stop_reason = FinishReason.STOP, detokenizer.stopped
-        wants_logprobs = params.logprobs is not None
-        return CompletionOutput(
-            index=sequence.sample,
-            text=text,
-            token_ids=sequence.output_token_ids,
-            cumulative_logprob=sequence.cumulative_logprob if wants_logprobs else None,
-            logprobs=[self._decoded(e) for e in sequence.output_logprobs]
-            if wants_logprobs
-            else None,
-            finish_reason=None if reason is None else reason.value,
-            stop_reason=stop_reason,
-        )
-
-    def _decoded(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            return entry
-        return {
-            token: replace(logprob, decoded_token=tokenizer.token_text(token))
-            for token, logprob in entry.items()
-        }
-
-
-def _metrics(live: _Live) -> dict[str, float]:
-    now = time.monotonic()
-    metrics = {"total_seconds": now - live.arrived}
-    if live.first_token is not None:
-        metrics["time_to_first_token_seconds"] = live.first_token - live.arrived
-        gaps = live.sequences[0].num_output_tokens - 1
-        if gaps > 0:
-            mean = (live.last_token - live.first_token) / gaps
-            metrics["mean_time_between_tokens_seconds"] = mean
-            metrics["max_time_between_tokens_seconds"] = live.longest_gap
-    return metrics
+                self._ended.append(live.output(self.tokenizer))
 
 
 def _checked_salt(salt: Any) -> str | None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 from pagedjax.errors import RequestError
 
@@ -377,13 +377,14 @@ def _ids(value: Any, name: str) -> tuple[int, ...]:
         raise RequestError(
             f"`{name}` must be a list of token ids. Got {_shown(value)}.", param=name
         )
-    items = tuple(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    for item in items:
+    ids: list[int] = []
+    for item in cast(Iterable[Any], value):
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < 2**31:
             raise RequestError(
                 f"`{name}` must hold token ids >= 0. Got {_shown(item)}.", param=name
             )
-    return items
+        ids.append(item)
+    return tuple(ids)
 
 
 def _bias(value: Any) -> dict[int, float]:

@@ -52,6 +52,7 @@ class StartupReport:
     max_num_batched_tokens: int
     max_concurrency: float  # requests of max_model_len at once
     buckets: tuple[int, ...]
+    num_compiled: int  # programs: one a bucket, and the samplers and updates
     compile_seconds: float
     total_seconds: float
 
@@ -72,7 +73,7 @@ class StartupReport:
             f"tokens per request: {self.max_concurrency:.2f}x",
             f"Attention: {self.attention}. Steps of at most {self.max_num_seqs} sequences and "
             f"{self.max_num_batched_tokens} tokens",
-            f"Compiled {len(self.buckets)} step shapes {list(self.buckets)} in "
+            f"Compiled {self.num_compiled} programs for steps of {list(self.buckets)} tokens in "
             f"{self.compile_seconds:.1f} s (with what the compilation cache held)",
             f"Start-up took {self.total_seconds:.1f} s",
         ]
@@ -138,6 +139,7 @@ def start_engine(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_concurrency=pool.concurrency(layout),
         buckets=config.buckets,
+        num_compiled=runner.num_compiled,
         compile_seconds=now - compiling,
         total_seconds=now - started + facts.load_seconds,
     )

@@ -114,6 +114,7 @@ def test_prompt_logprobs_equal_dense(llm: LLM) -> None:
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(prompt)
     for i, entry in enumerate(output.prompt_logprobs[1:], 1):
+        assert entry is not None
         best = np.argsort(-expected[i - 1], kind="stable")[:3]
         assert set(entry) == {prompt[i], *best.tolist()}
         for token, logprob in entry.items():

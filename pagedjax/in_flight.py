@@ -1,0 +1,132 @@
+"""A request between arrival and answer: its sequences, the text so far, its clocks.
+
+Reads what the scheduler appended; changes nothing of it. Knows nothing of steps or queues.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+from pagedjax.detokenizer import Detokenizer
+from pagedjax.errors import RequestError
+from pagedjax.request import (
+    CompletionOutput,
+    FinishReason,
+    Request,
+    RequestOutput,
+    Sequence,
+    TokenLogprobs,
+)
+from pagedjax.tokenizer import Tokenizer
+
+INTERNAL_ERROR = "internal error while handling this request; see the log"
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """A request that was added and has not been answered."""
+
+    request: Request
+    sequences: list[Sequence]
+    detokenizers: list[Detokenizer | None]  # by sample; None: no text is wanted
+    arrived: float  # seconds, monotonic clock, as all here
+    num_seen: list[int] = field(default_factory=list[int])  # output tokens read, by sample
+    first_token: float | None = None
+    last_token: float = 0.0
+    longest_gap: float = 0.0  # between two tokens of sample 0
+
+    def __post_init__(self) -> None:
+        """Nothing was read yet."""
+        self.num_seen = [0] * len(self.sequences)
+
+    @property
+    def is_finished(self) -> bool:
+        """True once every sample ended."""
+        return all(sequence.is_finished for sequence in self.sequences)
+
+    def read(self, sequence: Sequence, now: float) -> str | None:
+        """Clocks and detokenises what is new of one sequence; returns the stop string it hit."""
+        sample = sequence.sample
+        new = sequence.tokens[sequence.num_prompt_tokens + self.num_seen[sample] :]
+        self.num_seen[sample] += len(new)
+        if sample == 0 and new:
+            self._clock(now)
+        detokenizer = self.detokenizers[sample]
+        if detokenizer is None:
+            return None
+        for token in new:
+            detokenizer.push(token)
+        return detokenizer.stopped
+
+    def output(self, tokenizer: Tokenizer | None) -> RequestOutput:
+        """The answer, complete or as far as it came."""
+        first = self.sequences[0]
+        output = RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            prompt_token_ids=list(self.request.prompt_token_ids),
+            outputs=[self._completion(sequence, tokenizer) for sequence in self.sequences],
+            finished=True,
+            num_cached_tokens=first.num_cached_tokens,
+            metrics=self._metrics(),
+        )
+        if self.request.params.prompt_logprobs is not None:
+            output.prompt_logprobs = [
+                None if entry is None else _decoded(entry, tokenizer)
+                for entry in first.prompt_logprobs
+            ]
+        failed = [s for s in self.sequences if s.finish_reason is FinishReason.ERROR]
+        if failed:
+            output.error = RequestError(failed[0].error or INTERNAL_ERROR, code="engine_error")
+        return output
+
+    def _clock(self, now: float) -> None:
+        if self.first_token is None:
+            self.first_token = now
+        else:
+            self.longest_gap = max(self.longest_gap, now - self.last_token)
+        self.last_token = now
+
+    def _completion(self, sequence: Sequence, tokenizer: Tokenizer | None) -> CompletionOutput:
+        detokenizer = self.detokenizers[sequence.sample]
+        reason, stop_reason = sequence.finish_reason, sequence.stop_reason
+        text = ""
+        if detokenizer is not None:
+            detokenizer.finish()
+            text = detokenizer.text
+            # The scheduler may have ended it first, by length or a stop id of the same token.
+            if detokenizer.stopped is not None and reason is not FinishReason.ERROR:
+                reason, stop_reason = FinishReason.STOP, detokenizer.stopped
+        completion = CompletionOutput(
+            index=sequence.sample,
+            text=text,
+            token_ids=sequence.output_token_ids,
+            finish_reason=None if reason is None else reason.value,
+            stop_reason=stop_reason,
+        )
+        if self.request.params.logprobs is not None:
+            completion.cumulative_logprob = sequence.cumulative_logprob
+            completion.logprobs = [_decoded(entry, tokenizer) for entry in sequence.output_logprobs]
+        return completion
+
+    def _metrics(self) -> dict[str, float]:
+        metrics = {"total_seconds": time.monotonic() - self.arrived}
+        if self.first_token is None:
+            return metrics
+        metrics["time_to_first_token_seconds"] = self.first_token - self.arrived
+        gaps = self.sequences[0].num_output_tokens - 1
+        if gaps > 0:
+            mean = (self.last_token - self.first_token) / gaps
+            metrics["mean_time_between_tokens_seconds"] = mean
+            metrics["max_time_between_tokens_seconds"] = self.longest_gap
+        return metrics
+
+
+def _decoded(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> TokenLogprobs:
+    if tokenizer is None:
+        return entry
+    return {
+        token: replace(logprob, decoded_token=tokenizer.token_text(token))
+        for token, logprob in entry.items()
+    }
