@@ -68,6 +68,9 @@ class EngineConfig:
             check_page_size(self.page_size)
         if self.memory_utilization is not None:
             _check_fraction("memory_utilization", self.memory_utilization)
+        named: Any = self.attention_implementation
+        if named is not None and not isinstance(named, str):
+            raise ConfigError(f"`attention_implementation` must be a name or None. Got {named!r}.")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(
                 f"`enable_prefix_caching` must be true or false. "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from pagedjax.detokenizer import Detokenizer
@@ -32,6 +32,7 @@ logger = logging.getLogger("pagedjax")
 type Prompt = str | list[int] | tuple[int, ...]
 
 _SEED_MASK = 2**64 - 1
+MAX_SALT_BYTES = 128
 
 
 class Runner(Protocol):
@@ -111,7 +112,11 @@ class LLMEngine:
                     "This is a bug in pagedjax: please report it."
                 )
         else:
-            result = self.runner.run(plan)
+            try:
+                result = self.runner.run(plan)
+            except BaseException:  # no result will come: what was planned is computed again
+                self.scheduler.drop(plan)
+                raise
             self._advance(self.scheduler.update(plan, result))
             self._log.step(self.scheduler)
         ended, self._ended = self._ended, []
@@ -164,7 +169,7 @@ class LLMEngine:
     def _token_ids(self, prompt: Any) -> tuple[int, ...]:
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer("a prompt of text", "prompt")
-            return tuple(encode_prompt(tokenizer, prompt))
+            return tuple(_encoded(encode_prompt, tokenizer, prompt, param="prompt"))
         if not isinstance(prompt, list | tuple):
             raise RequestError(
                 f"`prompt` must be text or a list of token ids. Got {type(prompt).__name__}.",
@@ -191,7 +196,7 @@ class LLMEngine:
         for word in params.bad_words:
             tokenizer = self._need_tokenizer("bad_words", "bad_words")
             for text in (word, " " + word):  # most words are other tokens after a space
-                ids = tuple(tokenizer.encode(text, special_tokens=False))
+                ids = tuple(_encoded(_encode_plain, tokenizer, text, param="bad_words"))
                 if ids:
                     found[ids] = None
         return tuple(found)
@@ -225,6 +230,7 @@ class LLMEngine:
                     self.scheduler.finish(sequence, FinishReason.STOP, stop_reason=stopped)
             except Exception:
                 logger.exception("request %s failed", sequence.request.request_id)
+                live.error = INTERNAL_ERROR  # its sequences may have ended already
                 self.scheduler.fail(sequence, INTERNAL_ERROR)
         self._end_finished(touched.values())
 
@@ -232,18 +238,62 @@ class LLMEngine:
         for live in list(candidates):
             if live.is_finished:
                 del self._live[live.request.request_id]
-                self._ended.append(live.output(self.tokenizer))
+                self._ended.append(self._output(live))
+
+    def _output(self, live: InFlight) -> RequestOutput:
+        try:
+            return live.output(self.tokenizer)
+        except Exception:
+            logger.exception("request %s failed", live.request.request_id)
+            return live.failed_output()
 
 
 def _checked_salt(salt: Any) -> str | None:
     if salt is None:
         return None
-    if not isinstance(salt, str) or not 0 < len(salt.encode("utf-8", "replace")) <= 128:
+    if not isinstance(salt, str):
+        got = type(salt).__name__
+    else:
+        size = len(_utf8(salt, "cache_salt"))
+        if 0 < size <= MAX_SALT_BYTES:
+            return salt
+        got = f"{size} bytes"
+    raise RequestError(
+        f"`cache_salt` must be a string of 1 to {MAX_SALT_BYTES} bytes. Got {got}.",
+        param="cache_salt",
+    )
+
+
+def _utf8(text: str, param: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
         raise RequestError(
-            f"`cache_salt` must be a string of 1 to 128 bytes. Got {type(salt).__name__}.",
-            param="cache_salt",
-        )
-    return salt
+            f"`{param}` must be text that UTF-8 can hold. Got a lone surrogate at character "
+            f"{error.start}.",
+            param=param,
+        ) from None
+
+
+def _encode_plain(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, special_tokens=False)
+
+
+def _encoded(
+    encode: Callable[[Tokenizer, str], list[int]], tokenizer: Tokenizer, text: str, *, param: str
+) -> list[int]:
+    """Token ids of a request's text; what a tokenizer raises is that request's error alone."""
+    _utf8(text, param)
+    try:
+        return encode(tokenizer, text)
+    except RequestError:
+        raise
+    except Exception as error:  # a user's own tokenizer may raise anything
+        raise RequestError(
+            f"`{param}` must be text that the tokenizer can encode. Got {text[:40]!r}: "
+            f"{type(error).__name__}: {error}.",
+            param=param,
+        ) from error
 
 
 def prompt_fields(prompt: Any) -> tuple[Any, str | None]:
@@ -265,4 +315,10 @@ def prompt_fields(prompt: Any) -> tuple[Any, str | None]:
             f"when it is a mapping. Got {sorted(map(str, prompt))}.",
             param="prompt",
         )
-    return prompt[given[0]], prompt.get("cache_salt")
+    value = prompt[given[0]]
+    if given[0] == "prompt_token_ids" and not isinstance(value, list | tuple):
+        raise RequestError(
+            f"`prompt_token_ids` must be a list of token ids. Got {type(value).__name__}.",
+            param="prompt_token_ids",
+        )
+    return value, prompt.get("cache_salt")

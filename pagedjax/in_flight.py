@@ -35,6 +35,7 @@ class InFlight:
     first_token: float | None = None
     last_token: float = 0.0
     longest_gap: float = 0.0  # between two tokens of sample 0
+    error: str | None = None  # why its text could not be made
 
     def __post_init__(self) -> None:
         """Nothing was read yet."""
@@ -77,9 +78,30 @@ class InFlight:
                 for entry in first.prompt_logprobs
             ]
         failed = [s for s in self.sequences if s.finish_reason is FinishReason.ERROR]
-        if failed:
-            output.error = RequestError(failed[0].error or INTERNAL_ERROR, code="engine_error")
+        message = failed[0].error or INTERNAL_ERROR if failed else self.error
+        if message is not None:
+            output.error = RequestError(message, code="engine_error")
         return output
+
+    def failed_output(self) -> RequestOutput:
+        """The answer when its text or logprobs cannot be made: the tokens and an error."""
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            prompt_token_ids=list(self.request.prompt_token_ids),
+            outputs=[
+                CompletionOutput(
+                    index=sequence.sample,
+                    text="",
+                    token_ids=sequence.output_token_ids,
+                    finish_reason=FinishReason.ERROR.value,
+                )
+                for sequence in self.sequences
+            ],
+            finished=True,
+            error=RequestError(INTERNAL_ERROR, code="engine_error"),
+            metrics=self._metrics(),
+        )
 
     def _clock(self, now: float) -> None:
         if self.first_token is None:

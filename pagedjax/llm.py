@@ -9,7 +9,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,28 +148,32 @@ class LLM:
             return [SamplingParams.from_dict(self.default_params)] * count
         if isinstance(params, SamplingParams):
             return [params] * count
-        if len(params) != count:
-            raise ValueError(
-                f"`params` must be one SamplingParams or as many as prompts ({count}). "
-                f"Got {len(params)}."
+        each = list(params) if isinstance(params, list | tuple) else [params]
+        wrong = [type(item).__name__ for item in each if not isinstance(item, SamplingParams)]
+        if wrong or len(each) != count:
+            got = f"a {wrong[0]}" if wrong else len(each)
+            raise RequestError(
+                f"`params` must be one SamplingParams or a list of as many as prompts ({count}). "
+                f"Got {got}.",
+                param="params",
             )
-        return list(params)
+        return each
 
     def _run(
         self, items: list[Any], params: list[SamplingParams], use_tqdm: bool | None
     ) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
         order = [f"request-{next(self._ids)}" for _ in items]
-        for request_id, item, each in zip(order, items, params, strict=True):
-            try:
-                self._add(request_id, item, each)
-            except RequestError as error:
-                outputs[request_id] = _failed(request_id, item, error)
         show = self._terminal if use_tqdm is None else use_tqdm
         try:
+            for request_id, item, each in zip(order, items, params, strict=True):
+                try:
+                    self._add(request_id, item, each)
+                except RequestError as error:
+                    outputs[request_id] = _failed(request_id, item, error)
             with tqdm(total=len(items), disable=not show, unit="prompt") as bar:
                 bar.update(len(outputs))
-                self._drain(outputs, bar)
+                self._drain(frozenset(order), outputs, bar)
         except BaseException:  # Ctrl-C too: what was asked here must not run on later
             for request_id in order:
                 self.engine.abort(request_id)
@@ -182,10 +186,12 @@ class LLM:
         prompt, salt = prompt_fields(item)
         self.engine.add_request(request_id, prompt, params, cache_salt=salt)
 
-    def _drain(self, outputs: dict[str, RequestOutput], bar: Any) -> None:
+    def _drain(self, asked: frozenset[str], outputs: dict[str, RequestOutput], bar: Any) -> None:
         started, generated = time.monotonic(), 0
         while self.engine.has_unfinished:
             for output in self.engine.step():
+                if output.request_id not in asked:  # aborted when an earlier call was interrupted
+                    continue
                 outputs[output.request_id] = output
                 generated += sum(len(sample.token_ids) for sample in output.outputs)
                 seconds = max(time.monotonic() - started, 1e-9)
@@ -211,10 +217,10 @@ class _CompileBar:
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         return [prompts]
     items = list(prompts)
-    is_ids = bool(items) and all(isinstance(i, int) and not isinstance(i, bool) for i in items)
+    is_ids = bool(items) and all(isinstance(item, int) for item in items)
     return [items] if is_ids else items
 
 

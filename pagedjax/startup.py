@@ -62,7 +62,7 @@ class StartupReport:
 
     def lines(self) -> list[str]:
         """For people."""
-        tokens = int(self.max_concurrency * self.max_model_len)
+        tokens = (self.num_pages - 1) * self.page_size
         return [
             f"Model {self.model} in {self.dtype} on {self.device}: weights "
             f"{self.weights_bytes / GIB:.2f} GiB, loaded in {self.load_seconds:.1f} s",
@@ -107,6 +107,8 @@ def start_engine(
     flat = contract.flatten(model)
     cache_dtype = flat.dtype if options.dtype == "auto" else jnp.dtype(options.dtype)
     contract.check(flat, cache_dtype)
+    if options.attention_implementation is not None:
+        contract.check_implementation(flat, cache_dtype, options.attention_implementation)
     free = device.memory().free
     config, layout, pool = _resolve(flat, options, facts, cache_dtype)
     runner = ModelRunner(
@@ -182,7 +184,7 @@ def _resolve(
     model_len = _model_len(options, facts)
     pool = size_pool(
         layout,
-        budget=_budget(flat, options, layout),
+        budget=_budget(flat, options, layout, cache_dtype),
         model_len=model_len,
         asked_len=options.max_model_len,
         asked_pages=options.num_pages,
@@ -212,6 +214,9 @@ def _model_len(options: EngineConfig, facts: ModelFacts) -> int:
                 "be. Pass `max_model_len=...`, or give the model an attribute `max_model_len`."
             )
         return options.max_model_len
+    longest: Any = facts.max_model_len  # of a user's own model: whatever its attribute holds
+    if isinstance(longest, bool) or not isinstance(longest, int) or longest < 1:
+        raise ConfigError(f"`model.max_model_len` must be a positive integer. Got {longest!r}.")
     if options.max_model_len is not None and options.max_model_len > facts.max_model_len:
         raise ConfigError(
             f"`max_model_len` must be at most {facts.max_model_len}, what the model was made for. "
@@ -220,12 +225,14 @@ def _model_len(options: EngineConfig, facts: ModelFacts) -> int:
     return facts.max_model_len
 
 
-def _budget(flat: FlatModel, options: EngineConfig, layout: PageLayout) -> int:
+def _budget(
+    flat: FlatModel, options: EngineConfig, layout: PageLayout, cache_dtype: jnp.dtype
+) -> int:
     """Bytes that the pool may take, before anything is allocated for it."""
     memory = device.memory()
     temporaries = 0
     if device.platform() != "cpu" and options.num_pages is None:
-        temporaries = _step_bytes(flat, options, layout)
+        temporaries = _step_bytes(flat, options, layout, cache_dtype)
     return pool_budget(
         on_cpu=device.platform() == "cpu",
         free_bytes=memory.free - temporaries,
@@ -234,7 +241,9 @@ def _budget(flat: FlatModel, options: EngineConfig, layout: PageLayout) -> int:
     )
 
 
-def _step_bytes(flat: FlatModel, options: EngineConfig, layout: PageLayout) -> int:
+def _step_bytes(
+    flat: FlatModel, options: EngineConfig, layout: PageLayout, cache_dtype: jnp.dtype
+) -> int:
     """Temporaries of the largest step, compiled once over a pool of two pages."""
     defaults = device.defaults()
     seqs = options.max_num_seqs or defaults.max_num_seqs
@@ -248,7 +257,7 @@ def _step_bytes(flat: FlatModel, options: EngineConfig, layout: PageLayout) -> i
         vocab_size=flat.vocab_size,
     )
     runner = ModelRunner(
-        flat, probe, cache_dtype=flat.dtype, implementation=options.attention_implementation
+        flat, probe, cache_dtype=cache_dtype, implementation=options.attention_implementation
     )
     return runner.temp_bytes(probe.buckets[-1])
 

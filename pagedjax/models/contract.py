@@ -81,17 +81,8 @@ def check(model: FlatModel, cache_dtype: jnp.dtype) -> None:
     """
     cache = _abstract_cache(model, cache_dtype)
     untouched: list[int] = []
-
-    def probe(leaves: Any, kv_cache: KVCache, batch: Batch) -> tuple[Any, Any, Any]:
-        module = _merge_and_check(model, leaves)
-        tokens = jnp.zeros((_PROBE_TOKENS,), jnp.int32)
-        result = module(tokens, tokens, kv_cache, batch)
-        hidden, new_cache = _pair(result)
-        untouched.extend(_untouched_layers(kv_cache, new_cache))
-        return hidden, new_cache, module.logits(hidden[:_PROBE_SEQS])
-
     try:
-        hidden, new_cache, logits = jax.eval_shape(probe, model.leaves, cache, _abstract_batch())
+        new_cache, logits = _trace(model, cache, _abstract_batch(None), untouched)
     except ConfigError:
         raise
     except Exception as error:
@@ -99,9 +90,39 @@ def check(model: FlatModel, cache_dtype: jnp.dtype) -> None:
             f"`model` must map {_SIGNATURE} with tokens and positions i32[{_PROBE_TOKENS}] and a "
             f"cache of dtype {cache_dtype}. Tracing it raised {type(error).__name__}: {error}"
         ) from error
-    _check_shape("hidden", hidden, (_PROBE_TOKENS, None))
     _check_shape("logits(hidden)", logits, (_PROBE_SEQS, model.vocab_size))
     _check_cache(cache, new_cache, untouched)
+
+
+def check_implementation(model: FlatModel, cache_dtype: jnp.dtype, name: str) -> None:
+    """Traces a model that passed `check` with the implementation of attention that was asked for.
+
+    Raises:
+      ConfigError: there is none of that name, or it cannot do what the model asks.
+    """
+    try:
+        _trace(model, _abstract_cache(model, cache_dtype), _abstract_batch(name), [])
+    except Exception as error:
+        raise ConfigError(
+            f"`attention_implementation` must be one that can run this model here. Got {name!r}: "
+            f"{error}"
+        ) from error
+
+
+def _trace(
+    model: FlatModel, cache: KVCache, batch: Batch, untouched: list[int]
+) -> tuple[KVCache, Any]:
+    """Cache and logits, abstractly; adds the layers that were not written to `untouched`."""
+
+    def probe(leaves: Any, kv_cache: KVCache, batch: Batch) -> tuple[Any, Any]:
+        module = _merge_and_check(model, leaves)
+        tokens = jnp.zeros((_PROBE_TOKENS,), jnp.int32)
+        hidden, new_cache = _pair(module(tokens, tokens, kv_cache, batch))
+        _check_shape("hidden", hidden, (_PROBE_TOKENS, None))
+        untouched.extend(_untouched_layers(kv_cache, new_cache))
+        return new_cache, module.logits(hidden[:_PROBE_SEQS])
+
+    return jax.eval_shape(probe, model.leaves, cache, batch)
 
 
 def _merge_and_check(model: FlatModel, leaves: Any) -> Any:
@@ -140,7 +161,7 @@ def _abstract_cache(model: FlatModel, dtype: jnp.dtype) -> KVCache:
     return KVCache(tuple(pool for _ in range(model.num_layers)))  # pyright: ignore[reportArgumentType]
 
 
-def _abstract_batch() -> Batch:
+def _abstract_batch(implementation: str | None) -> Batch:
     def i32(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
@@ -150,6 +171,7 @@ def _abstract_batch() -> Batch:
         cu_q_lens=i32(_PROBE_SEQS + 1),
         num_seqs=i32(),
         slot_mapping=i32(_PROBE_TOKENS),
+        implementation=implementation,
     )
 
 
