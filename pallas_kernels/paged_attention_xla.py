@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_DECODE_ROWS = 8  # sequences that decode together
+_DECODE_ROWS = 16  # sequences that decode together
 _PREFILL_ROWS = 64  # query rows of a tile
-_BLOCK = 128  # kv positions of a block
+_BLOCK = 64  # kv positions of a block
 
 
 @dataclass(frozen=True)
@@ -216,16 +216,29 @@ def _gather_block(
     to_pos: jax.Array,  # i32[seqs]
 ) -> tuple[jax.Array, jax.Array]:
     """K and V f32[seqs, num_kv_heads, block, head_dim] of block j; unseen V is zero."""
-    num_pages, _, num_kv_heads, _, head_dim = context.kv_pages.shape
+    num_pages, _, num_kv_heads, page_size, head_dim = context.kv_pages.shape
     columns = j * context.pages_per_block + jnp.arange(context.pages_per_block, dtype=jnp.int32)
     columns = jnp.minimum(columns, context.page_table.shape[1] - 1)
     ids = context.page_table[seqs[:, None], columns[None]]
     ids = jnp.clip(ids, 0, num_pages - 1)  # past the length: garbage, but inside the pool
-    pages = context.kv_pages.at[ids].get(mode="promise_in_bounds")
-    pages = pages.transpose(2, 0, 3, 1, 4, 5).astype(jnp.float32)
-    pages = pages.reshape(2, seqs.shape[0], num_kv_heads, context.block, head_dim)
     seen = (kv_pos[None] >= from_pos[:, None]) & (kv_pos[None] < to_pos[:, None])
-    return pages[0], jnp.where(seen[:, None, :, None], pages[1], 0.0)
+    seen = seen.reshape(*ids.shape, page_size)
+    # Keys that are not seen need no zeros: `_attend` replaces their scores.
+    k, v = _gather_slabs(context, ids, 0), _gather_slabs(context, ids, 1)
+    v = jnp.where(jnp.repeat(seen, head_dim, axis=2)[:, None], v, 0.0)
+    shape = (seqs.shape[0], num_kv_heads, context.block, head_dim)
+    return k.reshape(shape), v.reshape(shape)
+
+
+def _gather_slabs(context: _Context, ids: jax.Array, kv: int) -> jax.Array:
+    """K (0) or V (1) of pages i32[seqs, n]: f32[seqs, num_kv_heads, n, page_size * head_dim].
+
+    A head's slab of a page is contiguous. As one long last axis XLA copies it by vectors; as two
+    short ones it unrolls the loop into single elements.
+    """
+    num_pages, _, num_kv_heads, page_size, head_dim = context.kv_pages.shape
+    slabs = context.kv_pages.reshape(num_pages, 2, num_kv_heads, page_size * head_dim)
+    return slabs.at[ids, kv].get(mode="promise_in_bounds").swapaxes(1, 2).astype(jnp.float32)
 
 
 def _adjust(
