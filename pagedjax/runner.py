@@ -146,7 +146,7 @@ class ModelRunner:
         widths = sorted({self._sampler_width(bucket) for bucket in buckets})
         # The largest first: two threads then end at about the same time.
         jobs: list[tuple[dict[int, Any], int, Callable[[int], jax.stages.Lowered]]] = [
-            *((self._forwards, bucket, self._lower_forward) for bucket in reversed(buckets)),
+            *((self._forwards, bucket, self.lower_forward) for bucket in reversed(buckets)),
             *((self._samplers, width, self._lower_sampler) for width in widths),
         ]
         lowered = [lower(key) for _, key, lower in jobs]
@@ -164,8 +164,19 @@ class ModelRunner:
 
     def temp_bytes(self, bucket: int) -> int:
         """Temporary device memory of one forward pass of this bucket, by the compiler's account."""
-        analysis = self._lower_forward(bucket).compile().memory_analysis()
+        analysis = self.lower_forward(bucket).compile().memory_analysis()
         return 0 if analysis is None else int(analysis.temp_size_in_bytes)
+
+    def lower_forward(self, bucket: int) -> jax.stages.Lowered:
+        """One bucket's forward pass, traced and lowered; what it was compiled from."""
+        layout = self.layout(bucket)
+        max_q_len = 1 if self._config.is_decode_bucket(bucket) else None
+        static = {"implementation": self._implementation, "max_q_len": max_q_len}
+        neutral = np.tile(_neutral_row(self._config), (self._sampler_width(bucket), 1))
+        forward = functools.partial(_forward, self.model.merge, layout, static, neutral)
+        packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+        jitted = jax.jit(forward, donate_argnums=1)
+        return jitted.lower(self.model.leaves, self.kv_cache, packed)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Runs one step: page copies, row updates, then the model and the sampler.
@@ -180,10 +191,19 @@ class ModelRunner:
         packed = self.layout(plan.bucket).pack(plan)
         return _unpack_result(np.asarray(self._call(plan.bucket, packed)))
 
-    def _call(self, bucket: int, packed: np.ndarray) -> jax.Array:
+    def forward(self, bucket: int, packed: Any) -> tuple[jax.Array, jax.Array]:
+        """One bare forward pass over the cache: logits, and the sampling rows as words.
+
+        Args:
+          packed: i32[layout(bucket).size], as `PackedLayout.pack` makes it.
+        """
         self.kv_cache, logits, rows = self._forwards[bucket](
             self.model.leaves, self.kv_cache, packed
         )
+        return logits, rows
+
+    def _call(self, bucket: int, packed: np.ndarray) -> jax.Array:
+        logits, rows = self.forward(bucket, packed)
         sample = self._samplers[self._sampler_width(bucket)]
         self._sampler, result = sample(self._sampler, logits, rows)
         return result
@@ -223,16 +243,6 @@ class ModelRunner:
         """Rows that the sampler of this bucket has: padded, so that few samplers compile."""
         small = min(_SMALL_SAMPLER, self._config.max_rows)
         return small if self._config.rows_in(bucket) <= small else self._config.max_rows
-
-    def _lower_forward(self, bucket: int) -> jax.stages.Lowered:
-        layout = self.layout(bucket)
-        max_q_len = 1 if self._config.is_decode_bucket(bucket) else None
-        static = {"implementation": self._implementation, "max_q_len": max_q_len}
-        neutral = np.tile(_neutral_row(self._config), (self._sampler_width(bucket), 1))
-        forward = functools.partial(_forward, self.model.merge, layout, static, neutral)
-        packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-        jitted = jax.jit(forward, donate_argnums=1)
-        return jitted.lower(self.model.leaves, self.kv_cache, packed)
 
     def _lower_sampler(self, width: int) -> jax.stages.Lowered:
         logits = jax.ShapeDtypeStruct((width, self.model.vocab_size), jnp.float32)

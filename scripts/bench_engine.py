@@ -5,10 +5,10 @@ A workload file is `{"workloads": {name: {"desc", "requests": [{"prompt_ids", "m
 "arrival_s"?}]}}}`; eos is ignored. Each repetition changes every prompt's first token, so that no
 repetition finds the pages of the one before.
 
-`model_fraction` is the time of the bare forward passes of the very same steps (the recorded plans:
-model and logits, no scheduler, sampler, packing or readback) over the engine's time.
-`matmul_fraction` leaves the attention out of those passes too: what is left is the weights'
-products, the floor of any engine on this model and machine.
+`model_fraction` is the time of the bare forward passes of the very same steps (the recorded plans
+run through model and logits alone: no scheduler, sampler, packing, readback or text) over the
+engine's time. `matmul_fraction` leaves attention and page writes out of those passes too: what is
+left is the weights' products, the floor of any engine on this model and machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from tqdm import tqdm  # noqa: E402
 
 from pagedjax import LLM, ConfigError, PagedJaxError, SamplingParams  # noqa: E402
 from pagedjax import attention as attention_module  # noqa: E402
-from pagedjax.attention import Batch  # noqa: E402
 from pagedjax.plan import StepPlan, StepResult  # noqa: E402
 
 COLUMNS = (
@@ -167,7 +166,7 @@ class BarePasses:
     def __init__(self, runner: Any, enabled: bool) -> None:
         self._runner = runner
         self._enabled = enabled
-        self._compiled: dict[tuple[int, bool], Callable[..., Any]] = {}
+        self._compiled: dict[int, Callable[..., Any]] = {}
 
     def fractions(self, plans: list[StepPlan], engine_seconds: float) -> dict[str, float]:
         """Their time over the engine's."""
@@ -180,49 +179,37 @@ class BarePasses:
 
     def _replay(self, plans: list[StepPlan], *, with_attention: bool) -> float:
         runner = self._runner
-        passes = [self._pass(plan.bucket, with_attention) for plan in plans]
+        run = runner.forward if with_attention else self._products
         packed = [jax.device_put(runner.layout(plan.bucket).pack(plan)) for plan in plans]
+        for bucket in {plan.bucket for plan in plans}:  # compiled outside the timing
+            first = next(i for i, plan in enumerate(plans) if plan.bucket == bucket)
+            jax.block_until_ready(run(bucket, packed[first]))
         started = time.perf_counter()
-        for forward, words in zip(passes, packed, strict=True):
-            runner.kv_cache, logits = forward(runner.model.leaves, runner.kv_cache, words)
-            logits.block_until_ready()
+        for plan, words in zip(plans, packed, strict=True):
+            jax.block_until_ready(run(plan.bucket, words))
         return time.perf_counter() - started
 
-    def _pass(self, bucket: int, with_attention: bool) -> Callable[..., Any]:
-        key = (bucket, with_attention)
-        if key not in self._compiled:
-            runner = self._runner
-            layout = runner.layout(bucket)
-
-            def forward(leaves: Any, kv_cache: Any, packed: Any) -> Any:
-                arrays = layout.unpack(packed)
-                names = ("page_table", "kv_lens", "cu_q_lens", "num_seqs", "slot_mapping")
-                batch = Batch(**{name: arrays[name] for name in names})
-                model = runner.model.merge(leaves)
-                hidden, kv_cache = model(arrays["tokens"], arrays["positions"], kv_cache, batch)
-                return kv_cache, model.logits(hidden[arrays["token_index"]])
-
-            with _attention_left_out(not with_attention):
-                words = jax.ShapeDtypeStruct((layout.size,), np.int32)
-                lowered = jax.jit(forward, donate_argnums=1).lower(
-                    runner.model.leaves, runner.kv_cache, words
-                )
-            self._compiled[key] = lowered.compile()
-        return self._compiled[key]
+    def _products(self, bucket: int, packed: Any) -> Any:
+        """The forward pass with nothing in attention's place."""
+        runner = self._runner
+        if bucket not in self._compiled:
+            with _attention_left_out():
+                self._compiled[bucket] = runner.lower_forward(bucket).compile()
+        forward = self._compiled[bucket]
+        runner.kv_cache, logits, _ = forward(runner.model.leaves, runner.kv_cache, packed)
+        return logits
 
 
 class _attention_left_out:
     """While tracing: attention and the page write become nothing, the products stay."""
 
-    def __init__(self, active: bool) -> None:
-        self._active = active
+    def __init__(self) -> None:
         self._kernels = attention_module.pallas_kernels
         self._write = attention_module.kv_caches.write
 
     def __enter__(self) -> None:
-        if self._active:
-            attention_module.pallas_kernels = _NoKernels  # pyright: ignore[reportAttributeAccessIssue]
-            attention_module.kv_caches.write = lambda cache, layer, k, v, slots: cache
+        attention_module.pallas_kernels = _NoKernels  # pyright: ignore[reportAttributeAccessIssue]
+        attention_module.kv_caches.write = lambda kv_cache, layer, k, v, slot_mapping: kv_cache
 
     def __exit__(self, *_: object) -> None:
         attention_module.pallas_kernels = self._kernels
