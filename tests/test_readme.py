@@ -12,11 +12,15 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 
 
+def fenced(text: str, language: str) -> list[str]:
+    """The blocks between fences that name this language."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M)
+    return [body for name, body in blocks if name == language]
+
+
 def tree_entries(text: str) -> set[str]:
     """Paths in the README's drawing of the tree: a folder's entries are indented below it."""
-    drawing = next(
-        block for block in re.findall(r"```\n(.*?)```", text, re.S) if "merge.py" in block
-    )
+    drawing = next(block for block in fenced(text, "") if "merge.py" in block)
     entries: set[str] = set()
     folder = ""
     for line in drawing.splitlines():
@@ -39,7 +43,7 @@ def test_the_tree_names_every_module_and_no_other() -> None:
 
 
 def test_python_blocks_are_python_and_import_what_exists() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    blocks = fenced(README, "python")
     assert blocks
     for block in blocks:
         tree = ast.parse(block)
