@@ -170,7 +170,7 @@ def dense_answer(model: Adder, tokens: list[int], num_new: int) -> list[int]:
 
 def main() -> None:
     """Trains, serves, compares."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Trains a small model, serves it on pages.")
     parser.add_argument("--steps", type=int, default=1500, help="training steps (default 1500)")
     steps = parser.parse_args().steps
     model = Adder(nnx.Rngs(0))

@@ -120,13 +120,12 @@ class ModelRunner:
         """
         self.model = model
         self._config = config
-        self._cache_dtype = cache_dtype
         self._implementation = implementation
         self._forwards: dict[int, Callable[..., Any]] = {}
         self._samplers: dict[int, Callable[..., Any]] = {}
         self._copy: Callable[[KVCache, Any], KVCache] | None = None
         self._set_row: Callable[..., Any] | None = None
-        self.kv_cache = self._new_cache()
+        self.kv_cache = _new_cache(model, config, cache_dtype)
         self._sampler = sampling.init_state(config.max_num_seqs, model.vocab_size)
 
     @property
@@ -229,16 +228,6 @@ class ModelRunner:
     def _copy_width(self) -> int:
         return min(self._config.max_num_seqs, 32)  # a step with more copies runs several batches
 
-    def _new_cache(self) -> KVCache:
-        return kv_caches.init_kv_cache(
-            num_layers=self.model.num_layers,
-            num_pages=self._config.num_pages,
-            num_kv_heads=self.model.num_kv_heads,
-            page_size=self._config.page_size,
-            head_dim=self.model.head_dim,
-            dtype=self._cache_dtype,
-        )
-
     def _sampler_width(self, bucket: int) -> int:
         """Rows that the sampler of this bucket has: padded, so that few samplers compile."""
         small = min(_SMALL_SAMPLER, self._config.max_rows)
@@ -269,6 +258,17 @@ class ModelRunner:
         rows = packed[layout.size - layout.max_seqs * _ROW_WORDS :].reshape(-1, _ROW_WORDS)
         rows[:] = _neutral_row(self._config)
         return packed
+
+
+def _new_cache(model: FlatModel, config: SchedulerConfig, dtype: jnp.dtype) -> KVCache:
+    return kv_caches.init_kv_cache(
+        num_layers=model.num_layers,
+        num_pages=config.num_pages,
+        num_kv_heads=model.num_kv_heads,
+        page_size=config.page_size,
+        head_dim=model.head_dim,
+        dtype=dtype,
+    )
 
 
 def _forward(

@@ -102,7 +102,7 @@ def test_nan_and_negative_zero_travel_to_the_bit(rng: np.random.Generator) -> No
     pool = pool_of(rng, jnp.bfloat16)
     payload = np.array([0x7FC1, 0xFF81, 0x8000, 0x0001], np.uint16).view(jnp.bfloat16)
     pool[4] = np.resize(payload, pool[4].shape)
-    got = jax.jit(pallas_kernels.copy_pages)(pool, np.int32([4]), np.int32([9]))
+    got = jax.jit(pallas_kernels.copy_pages)(pool, np.array([4], np.int32), np.array([9], np.int32))
     np.testing.assert_array_equal(np.asarray(got)[9].view(np.uint16), pool[4].view(np.uint16))
 
 
