@@ -71,11 +71,9 @@ class EngineConfig:
         named: Any = self.attention_implementation
         if named is not None and not isinstance(named, str):
             raise ConfigError(f"`attention_implementation` must be a name or None. Got {named!r}.")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError(
-                f"`enable_prefix_caching` must be true or false. "
-                f"Got {self.enable_prefix_caching!r}."
-            )
+        caching: Any = self.enable_prefix_caching
+        if not isinstance(caching, bool):
+            raise ConfigError(f"`enable_prefix_caching` must be true or false. Got {caching!r}.")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

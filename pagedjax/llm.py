@@ -148,7 +148,7 @@ class LLM:
             return [SamplingParams.from_dict(self.default_params)] * count
         if isinstance(params, SamplingParams):
             return [params] * count
-        each = list(params) if isinstance(params, list | tuple) else [params]
+        each: list[Any] = list(params) if isinstance(params, list | tuple) else [params]
         wrong = [type(item).__name__ for item in each if not isinstance(item, SamplingParams)]
         if wrong or len(each) != count:
             got = f"a {wrong[0]}" if wrong else len(each)
