@@ -17,7 +17,7 @@ type Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 ALIASES = {"gpu_memory_utilization": "memory_utilization", "block_size": "page_size"}
 MAX_PAGE_SIZE = 256
-SMALLEST_MIXED_BUCKET = 16  # smaller prompts are padded: a compilation costs more than they do
+SMALLEST_MIXED_BUCKET = 64  # smaller prompts are padded: a compilation costs more than that
 SMALLEST_BUCKET = 2  # XLA's CPU product of one bfloat16 row is many times slower than of two
 
 
@@ -142,7 +142,7 @@ class SchedulerConfig:
     @property
     def mixed_buckets(self) -> tuple[int, ...]:
         """Token counts of steps with prompts in them; all are larger than a decode bucket."""
-        smallest = SMALLEST_MIXED_BUCKET
+        smallest = min(SMALLEST_MIXED_BUCKET, max(SMALLEST_BUCKET, self.max_num_batched_tokens))
         while smallest <= self.max_rows:
             smallest *= 2
         return powers_of_two(smallest, self.max_num_batched_tokens)
