@@ -11,6 +11,7 @@ Knows nothing of validation: `pallas_kernels.paged_attention` has done it.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -20,6 +21,12 @@ from jax import lax
 _DECODE_ROWS = 16  # sequences that decode together
 _PREFILL_ROWS = 64  # query rows of a tile
 _BLOCK = 64  # kv positions of a block
+
+# out f32[..., num_q_heads, head_dim] and lse f32[..., num_q_heads] of query rows.
+type _Rows = tuple[jax.Array, jax.Array]
+# Weighted sum f32[seqs, num_kv_heads, group, rows, head_dim], and without the last axis the peak
+# of the scores and the sum of the weights.
+type _State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -45,12 +52,17 @@ class _Context:
 
 
 @dataclass(frozen=True)
-class _Sequences:
-    """The live part of the metadata: rows past `num_seqs` have neither tokens nor positions."""
+class _Work:
+    """What the groups of one class attend to. From metadata alone: equal layers share one copy."""
 
-    starts: jax.Array  # i32[max_seqs], first query row
-    q_lens: jax.Array  # i32[max_seqs]
-    kv_lens: jax.Array  # i32[max_seqs]
+    seqs: jax.Array  # i32[groups, seqs], rows of the page table
+    q_pos: jax.Array  # i32[groups, seqs, rows], position of each query row; below 0: sees nothing
+    count: jax.Array  # i32[], groups that hold work; they come first
+
+    def seen_from(self, sliding_window: int | None) -> jax.Array:
+        """i32[groups, seqs, rows]: first position that each query row sees."""
+        low = self.q_pos * 0 if sliding_window is None else self.q_pos - sliding_window + 1
+        return jnp.where(self.q_pos >= 0, jnp.maximum(low, 0), jnp.iinfo(jnp.int32).max)
 
 
 # Jitted so that a model of many equal layers traces and lowers it once, not once a layer.
@@ -79,52 +91,56 @@ def paged_attention_xla(
         sliding_window,
         soft_cap,
     )
-    sequences = _live_sequences(kv_lens, cu_q_lens, num_seqs)
-    out, lse = _decode(context, sequences, q)
+    starts = cu_q_lens[:-1]
+    live = jnp.arange(kv_lens.shape[0], dtype=jnp.int32) < num_seqs
+    q_lens = jnp.where(live, cu_q_lens[1:] - starts, 0)
+    queries = q.astype(jnp.float32) * context.scale
+    out, lse = _decode(context, queries, starts, jnp.where(q_lens == 1, kv_lens, 0))
     if max_q_len != 1:
-        out, lse = _prefill(context, sequences, q, out, lse)
+        q_lens = jnp.where(q_lens > 1, q_lens, 0)
+        out, lse = _prefill(context, queries, starts, q_lens, kv_lens, (out, lse))
     if sinks is not None:
         out, lse = _add_sinks(out, lse, sinks)
     return out.astype(q.dtype), lse
 
 
-def _live_sequences(kv_lens: jax.Array, cu_q_lens: jax.Array, num_seqs: jax.Array) -> _Sequences:
-    live = jnp.arange(kv_lens.shape[0], dtype=jnp.int32) < num_seqs
-    return _Sequences(
-        starts=cu_q_lens[:-1],
-        q_lens=jnp.where(live, cu_q_lens[1:] - cu_q_lens[:-1], 0),
-        kv_lens=jnp.where(live, kv_lens, 0),
-    )
-
-
-def _decode(context: _Context, sequences: _Sequences, q: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rows of sequences with one query row; f32 out and lse, zeros and -inf in all other rows."""
+def _decode(
+    context: _Context,
+    q: jax.Array,  # f32[num_tokens, num_q_heads, head_dim], scaled
+    starts: jax.Array,  # i32[max_seqs], the query row of each sequence
+    kv_lens: jax.Array,  # i32[max_seqs]; 0 where a sequence does not decode
+) -> _Rows:
+    """out and lse of sequences with one query row; zeros and -inf in all other rows."""
     num_tokens, num_q_heads, head_dim = q.shape
-    max_seqs = sequences.q_lens.shape[0]
-    width = min(_DECODE_ROWS, max_seqs)
-    lens = jnp.where(sequences.q_lens == 1, sequences.kv_lens, 0)
-    order = jnp.argsort(-lens).astype(jnp.int32)  # similar lengths share a group, idle rows last
-    num_groups = (jnp.sum(lens > 0, dtype=jnp.int32) + width - 1) // width
-
-    def run_group(g: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        start = jnp.minimum(g * width, max_seqs - width)  # the last group may overlap: same rows
-        rows = lax.dynamic_slice(order, (start,), (width,))
-        queries = jnp.take(q, sequences.starts[rows], axis=0, mode="clip")[:, None]
-        group_out, group_lse = _attend(context, queries, rows, lens[rows][:, None] - 1)
-        return (
-            lax.dynamic_update_slice(state[0], group_out[:, 0], (start, 0, 0)),
-            lax.dynamic_update_slice(state[1], group_lse[:, 0], (start, 0)),
-        )
-
-    empty = (
-        jnp.zeros((max_seqs, num_q_heads, head_dim), jnp.float32),
-        jnp.full((max_seqs, num_q_heads), -jnp.inf, jnp.float32),
+    width = min(_DECODE_ROWS, kv_lens.shape[0])
+    padding = (0, -kv_lens.shape[0] % width)
+    # Similar lengths share a group, idle rows come last.
+    order = jnp.argsort(-kv_lens).astype(jnp.int32)
+    order, lens = jnp.pad(order, padding), jnp.pad(kv_lens[order], padding)
+    work = _Work(
+        seqs=order.reshape(-1, width),
+        q_pos=lens.reshape(-1, width, 1) - 1,
+        count=(jnp.sum(lens > 0, dtype=jnp.int32) + width - 1) // width,
     )
-    out, lse = lax.fori_loop(0, num_groups, run_group, empty)
+    queries = jnp.take(q, starts[order], axis=0, mode="clip")
+    queries = queries.reshape(-1, width, 1, num_q_heads, head_dim)
+
+    def read(g: jax.Array) -> jax.Array:
+        return lax.dynamic_index_in_dim(queries, g, keepdims=False)
+
+    def write(g: jax.Array, rows: _Rows, new: _Rows) -> _Rows:
+        out, lse = (
+            lax.dynamic_update_index_in_dim(a, b, g, 0) for a, b in zip(rows, new, strict=True)
+        )
+        return out, lse
+
+    lse = jnp.full(queries.shape[:-1], -jnp.inf, jnp.float32)
+    out, lse = _attend_groups(context, work, read, write, (jnp.zeros_like(queries), lse))
     # Back from sorted sequences to tokens, by gathering: scatters are slow on CPUs.
-    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-    owns = (tokens[:, None] == sequences.starts[order][None]) & (lens[order] > 0)[None]
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
+    owns = (tokens == starts[order][None]) & (lens > 0)[None]  # bool[num_tokens, sequences]
     row, found = jnp.argmax(owns, axis=1), jnp.any(owns, axis=1)
+    out, lse = out.reshape(-1, num_q_heads, head_dim), lse.reshape(-1, num_q_heads)
     return (
         jnp.where(found[:, None, None], out[row], 0.0),
         jnp.where(found[:, None], lse[row], -jnp.inf),
@@ -132,30 +148,37 @@ def _decode(context: _Context, sequences: _Sequences, q: jax.Array) -> tuple[jax
 
 
 def _prefill(
-    context: _Context, sequences: _Sequences, q: jax.Array, out: jax.Array, lse: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Adds the rows of sequences with several query rows to out and lse, a tile at a time."""
-    num_tokens = q.shape[0]
-    height = min(_PREFILL_ROWS, num_tokens)
-    tiles = jnp.where(sequences.q_lens > 1, (sequences.q_lens + height - 1) // height, 0)
+    context: _Context,
+    q: jax.Array,  # f32[num_tokens, num_q_heads, head_dim], scaled
+    starts: jax.Array,  # i32[max_seqs], first query row of each sequence
+    q_lens: jax.Array,  # i32[max_seqs]; 0 where a sequence has no tile
+    kv_lens: jax.Array,  # i32[max_seqs]
+    rows: _Rows,
+) -> _Rows:
+    """`rows` with those of sequences that have several query rows, computed a tile at a time."""
+    num_tokens, height = q.shape[0], min(_PREFILL_ROWS, q.shape[0])
+    tiles = (q_lens + height - 1) // height
     ends = jnp.cumsum(tiles)
+    tile = jnp.arange(num_tokens // height + q_lens.shape[0], dtype=jnp.int32)
+    seqs = jnp.sum(ends[None] <= tile[:, None], axis=1, dtype=jnp.int32)
+    seqs = jnp.minimum(seqs, q_lens.shape[0] - 1)
+    first = starts[seqs] + (tile - ends[seqs] + tiles[seqs]) * height
+    last = starts[seqs] + q_lens[seqs]
+    # A tile may reach past its sequence, not past the tokens: those rows see nothing.
+    top = jnp.minimum(first, num_tokens - height)
+    tokens = top[:, None] + jnp.arange(height, dtype=jnp.int32)[None]
+    mine = (tokens >= first[:, None]) & (tokens < last[:, None])
+    q_pos = jnp.where(mine, tokens + (kv_lens[seqs] - last)[:, None], -1)
+    work = _Work(seqs[:, None], q_pos[:, None], ends[-1])
 
-    def run_tile(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        s = jnp.sum(ends <= i, dtype=jnp.int32)  # the sequence of tile i
-        first = sequences.starts[s] + (i - ends[s] + tiles[s]) * height
-        last = sequences.starts[s] + sequences.q_lens[s]
-        start = jnp.minimum(first, num_tokens - height)  # [start, start + height) is in range
-        tokens = start + jnp.arange(height, dtype=jnp.int32)
-        mine = (tokens >= first) & (tokens < last)
-        q_pos = jnp.where(mine, sequences.kv_lens[s] - last + tokens, -1)
-        queries = lax.dynamic_slice_in_dim(q, start, height)
-        tile_out, tile_lse = _attend(context, queries[None], s[None], q_pos[None])
-        return (
-            _put_rows(state[0], tile_out[0], start, mine[:, None, None]),
-            _put_rows(state[1], tile_lse[0], start, mine[:, None]),
-        )
+    def read(i: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(q, top[i], height)[None]
 
-    return lax.fori_loop(0, ends[-1], run_tile, (out, lse))
+    def write(i: jax.Array, rows: _Rows, new: _Rows) -> _Rows:
+        out = _put_rows(rows[0], new[0][0], top[i], mine[i][:, None, None])
+        return out, _put_rows(rows[1], new[1][0], top[i], mine[i][:, None])
+
+    return _attend_groups(context, work, read, write, rows)
 
 
 def _put_rows(array: jax.Array, new: jax.Array, start: jax.Array, mine: jax.Array) -> jax.Array:
@@ -164,47 +187,33 @@ def _put_rows(array: jax.Array, new: jax.Array, start: jax.Array, mine: jax.Arra
     return lax.dynamic_update_slice_in_dim(array, jnp.where(mine, new, old), start, 0)
 
 
-def _attend(
+def _attend_groups(
     context: _Context,
-    q: jax.Array,  # [seqs, rows, num_q_heads, head_dim]
-    seqs: jax.Array,  # i32[seqs], rows of the page table
-    q_pos: jax.Array,  # i32[seqs, rows]; below 0: sees nothing
-) -> tuple[jax.Array, jax.Array]:
-    """Online softmax of one group over the blocks it sees; f32 [seqs, rows, N, H] and lse."""
-    num_kv_heads = context.kv_pages.shape[2]
-    width, height, num_q_heads, head_dim = q.shape
-    group = num_q_heads // num_kv_heads
-    queries = q.astype(jnp.float32).reshape(width, height, num_kv_heads, group, head_dim)
-    queries = (queries * context.scale).transpose(0, 2, 3, 1, 4)
-    queries = queries.reshape(width, num_kv_heads, group * height, head_dim)
-    low = q_pos * 0 if context.sliding_window is None else q_pos - context.sliding_window + 1
-    low = jnp.where(q_pos >= 0, jnp.maximum(low, 0), jnp.iinfo(jnp.int32).max)
-    from_pos, to_pos = low.min(axis=1), q_pos.max(axis=1) + 1  # i32[seqs], seen by any row
+    work: _Work,
+    read: Callable[[jax.Array], jax.Array],  # group -> its queries f32[seqs, rows, N, H]
+    write: Callable[[jax.Array, _Rows, _Rows], _Rows],  # group, all rows, its rows -> all rows
+    rows: _Rows,
+) -> _Rows:
+    """`rows` with those of every group written."""
+    low = work.seen_from(context.sliding_window)
+    start, end = low.min(axis=2), work.q_pos.max(axis=2) + 1  # seen by any row of a sequence
+    first = start.min(axis=1) // context.block
+    last = (end.max(axis=1) + context.block - 1) // context.block
 
-    def step(
-        j: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        kv_pos = j * context.block + jnp.arange(context.block, dtype=jnp.int32)
-        k, v = _gather_block(context, seqs, j, kv_pos, from_pos, to_pos)
-        scores = _dot(queries, k, contract=3).reshape(width, num_kv_heads, group, height, -1)
-        scores = _adjust(context, scores, q_pos, kv_pos)
-        at = kv_pos[None, None]
-        seen = (at <= q_pos[..., None]) & (at >= low[..., None])  # [seqs, rows, block]
-        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-        return _online_softmax(state, scores.reshape(width, num_kv_heads, group * height, -1), v)
+    def run(g: jax.Array, rows: _Rows) -> _Rows:
+        def step(j: jax.Array, state: _State) -> _State:
+            kv_pos = j * context.block + jnp.arange(context.block, dtype=jnp.int32)
+            k, v = _gather_block(context, work.seqs[g], j, kv_pos, start[g], end[g])
+            scores = _adjust(context, _dot(q, k, contract=3), work.q_pos[g], kv_pos)
+            at = kv_pos[None, None]
+            visible = (at <= work.q_pos[g][..., None]) & (at >= low[g][..., None])
+            scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+            return _online_softmax(state, scores, v)
 
-    rows = (width, num_kv_heads, group * height)
-    state = (
-        jnp.zeros((*rows, head_dim), jnp.float32),
-        jnp.full(rows, -jnp.inf, jnp.float32),
-        jnp.zeros(rows, jnp.float32),
-    )
-    first, last = from_pos.min() // context.block, -(-to_pos.max() // context.block)
-    acc, peak, total = lax.fori_loop(first, last, step, state)
-    safe = jnp.where(total == 0, 1.0, total)
-    lse = jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
-    out = (acc / safe[..., None]).reshape(width, num_q_heads, height, head_dim)
-    return out.swapaxes(1, 2), lse.reshape(width, num_q_heads, height).swapaxes(1, 2)
+        q = _by_kv_head(read(g), context.kv_pages.shape[2])
+        return write(g, rows, _finish(lax.fori_loop(first[g], last[g], step, _empty_state(q))))
+
+    return lax.fori_loop(0, work.count, run, rows)
 
 
 def _gather_block(
@@ -212,8 +221,8 @@ def _gather_block(
     seqs: jax.Array,  # i32[seqs]
     j: jax.Array,  # i32[], the block
     kv_pos: jax.Array,  # i32[block]
-    from_pos: jax.Array,  # i32[seqs]
-    to_pos: jax.Array,  # i32[seqs]
+    start: jax.Array,  # i32[seqs], first position that is seen
+    end: jax.Array,  # i32[seqs], one past the last
 ) -> tuple[jax.Array, jax.Array]:
     """K and V f32[seqs, num_kv_heads, block, head_dim] of block j; unseen V is zero."""
     num_pages, _, num_kv_heads, page_size, head_dim = context.kv_pages.shape
@@ -221,7 +230,7 @@ def _gather_block(
     columns = jnp.minimum(columns, context.page_table.shape[1] - 1)
     ids = context.page_table[seqs[:, None], columns[None]]
     ids = jnp.clip(ids, 0, num_pages - 1)  # past the length: garbage, but inside the pool
-    seen = (kv_pos[None] >= from_pos[:, None]) & (kv_pos[None] < to_pos[:, None])
+    seen = (kv_pos[None] >= start[:, None]) & (kv_pos[None] < end[:, None])
     seen = seen.reshape(*ids.shape, page_size)
     # Keys that are not seen need no zeros: `_attend` replaces their scores.
     k, v = _gather_slabs(context, ids, 0), _gather_slabs(context, ids, 1)
@@ -257,12 +266,31 @@ def _adjust(
     return scores
 
 
+def _by_kv_head(q: jax.Array, num_kv_heads: int) -> jax.Array:
+    """[seqs, rows, N, H] as [seqs, num_kv_heads, group, rows, H]."""
+    seqs, rows, num_q_heads, head_dim = q.shape
+    q = q.reshape(seqs, rows, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
+    return q.transpose(0, 2, 3, 1, 4)
+
+
+def _by_q_head(array: jax.Array) -> jax.Array:
+    """[seqs, num_kv_heads, group, rows, ...] as [seqs, rows, N, ...]."""
+    seqs, num_kv_heads, group, rows = array.shape[:4]
+    array = jnp.moveaxis(array, 3, 1)
+    return array.reshape(seqs, rows, num_kv_heads * group, *array.shape[4:])
+
+
+def _empty_state(q: jax.Array) -> _State:
+    rows = jnp.zeros(q.shape[:-1], jnp.float32)
+    return jnp.zeros(q.shape, jnp.float32), rows - jnp.inf, rows
+
+
 def _online_softmax(
-    state: tuple[jax.Array, jax.Array, jax.Array],
-    scores: jax.Array,  # f32[seqs, num_kv_heads, rows, block]
+    state: _State,
+    scores: jax.Array,  # f32[seqs, num_kv_heads, group, rows, block]
     v: jax.Array,  # f32[seqs, num_kv_heads, block, head_dim]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Folds one block into (weighted sum, peak, total)."""
+) -> _State:
+    """Folds one block in."""
     acc, peak, total = state
     new_peak = jnp.maximum(peak, scores.max(axis=-1))
     base = jnp.where(jnp.isneginf(new_peak), 0.0, new_peak)  # nothing seen yet: -inf - -inf is NaN
@@ -272,10 +300,18 @@ def _online_softmax(
     return acc, new_peak, total * shrink + weights.sum(axis=-1)
 
 
+def _finish(state: _State) -> _Rows:
+    """out and lse by query head; rows that saw nothing are 0 and -inf, never 0 / 0."""
+    acc, peak, total = state
+    safe = jnp.where(total == 0, 1.0, total)
+    lse = jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
+    return _by_q_head(acc / safe[..., None]), _by_q_head(lse)
+
+
 def _dot(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
     """a's last axis with axis `contract` of b, both led by [seqs, num_kv_heads]; float32."""
     # HIGHEST: accelerators would otherwise round float32 operands to a faster format.
-    dims = (((3,), (contract,)), ((0, 1), (0, 1)))
+    dims = (((4,), (contract,)), ((0, 1), (0, 1)))
     return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST)
 
 
