@@ -136,8 +136,11 @@ class SchedulerConfig:
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:
-        """Token counts of steps in which each sequence runs one token: powers of two."""
-        return powers_of_two(SMALLEST_BUCKET, self.max_rows)
+        """Token counts of steps in which each sequence runs one token: 2, 8, 32, ...
+
+        Reading the weights is most of such a step's time, so padding costs it little.
+        """
+        return growing(SMALLEST_BUCKET, self.max_rows, factor=4)
 
     @property
     def mixed_buckets(self) -> tuple[int, ...]:
@@ -145,7 +148,7 @@ class SchedulerConfig:
         smallest = min(SMALLEST_MIXED_BUCKET, max(SMALLEST_BUCKET, self.max_num_batched_tokens))
         while smallest <= self.max_rows:
             smallest *= 2
-        return powers_of_two(smallest, self.max_num_batched_tokens)
+        return growing(smallest, self.max_num_batched_tokens, factor=2)
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -169,11 +172,11 @@ class SchedulerConfig:
         return min(bucket, self.max_rows)
 
 
-def powers_of_two(low: int, high: int) -> tuple[int, ...]:
-    """`low`, doubled until `high` is reached; the last one is `high` itself where that fits."""
+def growing(low: int, high: int, *, factor: int) -> tuple[int, ...]:
+    """`low`, multiplied until `high` is reached; the last one is `high` itself where that fits."""
     values = [low]
     while values[-1] < high:
-        values.append(min(values[-1] * 2, high))
+        values.append(min(values[-1] * factor, high))
     return tuple(values)
 
 
