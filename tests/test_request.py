@@ -94,19 +94,21 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 
 def test_stop_strings_need_text() -> None:
     with pytest.raises(RequestError, match="`stop` must be empty when `detokenize` is False"):
-        SamplingParams(stop="x", detokenize=False)
+        SamplingParams(stop=("x",), detokenize=False)
 
 
 def test_values_get_one_form() -> None:
-    params = SamplingParams(
-        stop="x",
-        bad_words=["a", "b"],  # pyright: ignore[reportArgumentType]
-        stop_token_ids=[3, 4],  # pyright: ignore[reportArgumentType]
-        allowed_token_ids=range(3),  # pyright: ignore[reportArgumentType]
-        logit_bias={"7": 1000, 8: -5},  # pyright: ignore[reportArgumentType]
-        temperature=1,
-        top_k=-1,
-        seed=-1,
+    params = SamplingParams.from_dict(
+        {
+            "stop": "x",
+            "bad_words": ["a", "b"],
+            "stop_token_ids": [3, 4],
+            "allowed_token_ids": range(3),
+            "logit_bias": {"7": 1000, 8: -5},
+            "temperature": 1,
+            "top_k": -1,
+            "seed": -1,
+        }
     )
     assert params.stop == ("x",)
     assert params.bad_words == ("a", "b")
@@ -128,7 +130,7 @@ def test_a_tiny_temperature_is_greedy_and_a_small_one_is_raised() -> None:
 
 @pytest.mark.parametrize("field", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
 def test_each_penalty_needs_counts(field: str) -> None:
-    assert SamplingParams(**{field: 1.5}).has_penalties
+    assert SamplingParams.from_dict({field: 1.5}).has_penalties
     assert not SamplingParams().has_penalties
 
 

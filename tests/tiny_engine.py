@@ -22,9 +22,13 @@ POOL_TOKENS = 512
 EOS = ByteTokenizer.eos_token_ids
 
 
-@functools.cache
 def tiny_llm(page_size: int = 4) -> LLM:
     """Eight sequences, steps of 32 tokens; the shapes that other tests compile, too."""
+    return _tiny_llm(page_size)
+
+
+@functools.cache
+def _tiny_llm(page_size: int) -> LLM:
     return LLM(
         TinyLM(),
         tokenizer=ByteTokenizer(),

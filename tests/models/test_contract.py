@@ -159,7 +159,7 @@ def test_too_few_layers_are_told_by_attend() -> None:
 
 
 def test_a_cache_of_another_dtype_is_told_before_anything_is_allocated() -> None:
-    with pytest.raises(ConfigError, match="a cache of dtype bfloat16. Tracing it raised"):
+    with pytest.raises(ConfigError, match=r"a cache of dtype bfloat16\. Tracing it raised"):
         contract.check(contract.flatten(TinyLM()), jnp.dtype(jnp.bfloat16))
 
 
@@ -184,7 +184,9 @@ class Plain:
     def of(cls, model: TinyLM) -> Plain:
         parts = (model.embed, model.where, model.head)
         lists = (model.wq, model.wkv, model.wo)
-        return cls(*(p[...] for p in parts), *([p[...] for p in part] for part in lists))
+        embed, where, head = (part[...] for part in parts)
+        wq, wkv, wo = ([layer[...] for layer in part] for part in lists)
+        return cls(embed, where, head, wq, wkv, wo)
 
     def __call__(self, tokens: Any, positions: Any, kv_cache: KVCache, batch: Batch) -> Any:
         x = self.embed[tokens] + self.where[positions]
