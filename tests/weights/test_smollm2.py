@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from pagedjax.models.decoder import Decoder
 from pagedjax.weights import LoadedModel, load_model, resolve_model
 from tests.smollm2 import needs_weights
 
@@ -43,6 +44,7 @@ def test_metadata_of_the_bundled_model(loaded: LoadedModel) -> None:
 
 @pytest.fixture(scope="module")
 def logprobs(loaded: LoadedModel) -> Any:
+    assert isinstance(loaded.model, Decoder)
     graphdef, state = nnx.split(loaded.model)
 
     @jax.jit
