@@ -28,6 +28,18 @@ from pagedjax.weights import LoadedModel, load_model, resolve_model
 
 type Messages = Sequence[Mapping[str, Any]]
 
+# What is read of a tokenizer; one that is no subclass of `Tokenizer` must bring all of it.
+_TOKENIZER_NAMES = (
+    "encode",
+    "decode",
+    "vocab_size",
+    "eos_token_ids",
+    "bos_token_id",
+    "add_bos",
+    "special_ids",
+    "token_text",
+)
+
 
 class LLM:
     """Answers prompts with a model on paged memory.
@@ -239,12 +251,13 @@ def _tokenizer(given: Any, loaded: LoadedModel | None) -> Tokenizer | None:
     if isinstance(given, str | os.PathLike):
         return TextTokenizer.from_directory(Path(given))
     if given is not None:
-        for name in ("encode", "decode"):
-            if not callable(getattr(given, name, None)):
-                raise ConfigError(
-                    f"`tokenizer` must have a method `{name}` (see pagedjax.tokenizer.Tokenizer). "
-                    f"Got {type(given).__name__}."
-                )
+        missing = [name for name in _TOKENIZER_NAMES if not hasattr(given, name)]
+        if missing:
+            raise ConfigError(
+                "`tokenizer` must be a subclass of pagedjax.tokenizer.Tokenizer with `encode`, "
+                f"`decode` and `vocab_size`, or have what it has. Got {type(given).__name__} "
+                f"without {', '.join(missing)}."
+            )
         return given
     if loaded is None:
         return None

@@ -94,12 +94,15 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="a cache of dtype float16"):
             LLM(TinyLM(), dtype="float16")
 
-    def test_a_tokenizer_needs_both_methods(self) -> None:
+    def test_what_a_tokenizer_misses_is_named(self) -> None:
         class Half:
+            vocab_size = 32
+
             def encode(self, text: str) -> list[int]:
                 raise NotImplementedError
 
-        with pytest.raises(ConfigError, match=r"must have a method `decode`.*Got Half"):
+        message = r"subclass of .*Tokenizer with .*Got Half without decode, eos_token_ids, bos_to"
+        with pytest.raises(ConfigError, match=message):
             LLM(TinyLM(), tokenizer=Half())  # pyright: ignore[reportArgumentType]
 
 
