@@ -176,7 +176,14 @@ def main() -> None:
     model = Adder(nnx.Rngs(0))
     print(f"loss after {steps} steps: {train(model, steps):.3f}")
 
-    llm = LLM(model, tokenizer=Characters(), page_size=4, num_pages=129, max_num_seqs=8)
+    llm = LLM(
+        model,
+        tokenizer=Characters(),
+        page_size=4,
+        num_pages=129,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+    )
     questions = ["1+1=", "27+5=", "33+44=", "8+49=", "12+30=", "49+49="]
     outputs = llm.generate(questions, SamplingParams(temperature=0, max_tokens=5))
     for question, output in zip(questions, outputs, strict=True):

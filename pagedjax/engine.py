@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+
 from pagedjax.detokenizer import Detokenizer
 from pagedjax.errors import IntegrityError, RequestError
 from pagedjax.in_flight import INTERNAL_ERROR, InFlight
@@ -29,7 +31,7 @@ from pagedjax.tokenizer import Tokenizer, encode_prompt
 
 logger = logging.getLogger("pagedjax")
 
-type Prompt = str | list[int] | tuple[int, ...]
+type Prompt = str | list[int] | tuple[int, ...] | np.ndarray[Any, Any]
 
 _SEED_MASK = 2**64 - 1
 MAX_SALT_BYTES = 128
@@ -170,6 +172,8 @@ class LLMEngine:
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer("a prompt of text", "prompt")
             return tuple(_encoded(encode_prompt, tokenizer, prompt, param="prompt"))
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
         if not isinstance(prompt, list | tuple):
             raise RequestError(
                 f"`prompt` must be text or a list of token ids. Got {type(prompt).__name__}.",

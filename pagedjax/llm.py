@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 from pagedjax import device
@@ -231,7 +232,7 @@ class _CompileBar:
 def _as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         return [prompts]
-    items = list(prompts)
+    items = prompts.tolist() if isinstance(prompts, np.ndarray) else list(prompts)
     is_ids = bool(items) and all(isinstance(item, int) for item in items)
     return [items] if is_ids else items
 

@@ -335,3 +335,14 @@ def test_compiling_shows_its_progress_when_asked(
     LLM(TinyLM(), progress=shown)
     assert ("compiling" in capsys.readouterr().err) == shown
     assert not sys.stderr.isatty()
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [np.array([[1, 2, 3], [4, 5, 6]]), [np.array([1, 2, 3]), [4, 5, 6]]],
+    ids=["matrix", "mixed list"],
+)
+def test_numpy_arrays_are_token_ids(llm: LLM, prompts: Any) -> None:
+    expected = [tokens_of(output) for output in llm.generate([[1, 2, 3], [4, 5, 6]], GREEDY)]
+    assert [tokens_of(output) for output in llm.generate(prompts, GREEDY)] == expected
+    assert [tokens_of(llm.generate(prompts[0], GREEDY)[0])] == expected[:1]
