@@ -15,6 +15,7 @@ from pagedjax.plan import NO_TARGET, StepPlan, StepResult
 from pagedjax.request import FinishReason, Request, SamplingParams, Sequence, SequenceStatus
 from pagedjax.scheduler import Scheduler
 from tests.fake_runner import FakeRunner, check_plan, plain_answer
+from tests.scheduler_faults import schedule_with_failures, snapshot
 
 VOCAB = 64
 EOS = 63
@@ -261,12 +262,19 @@ def test_the_latest_gives_way_and_starts_over_at_the_front() -> None:
 
 
 def test_nothing_is_admitted_in_a_step_that_preempted() -> None:
-    bench, _ = preempting_bench()
-    bench.step()
-    tiny = bench.add(1)[0]
-    plan = step_until_preempted(bench)
-    assert tiny.status is SequenceStatus.WAITING
-    bench.update(plan)
+    twin, _ = preempting_bench()
+    steps = 0
+    while twin.scheduler.stats.num_preemptions == 0:
+        twin.step()
+        steps += 1
+    bench, requests = preempting_bench()
+    bench.step(steps - 1)
+    tiny = bench.add(1)  # a slot is free, and the victim leaves more pages than it needs
+    plan = bench.step()
+    assert scheduled(plan) == {"0.0": 1, "1.0": 1}
+    assert bench.scheduler.allocator.num_free > 2
+    assert tiny[0].status is SequenceStatus.WAITING
+    bench.finish_all(*requests, tiny)
 
 
 def test_the_oldest_is_never_a_victim_and_progresses_in_every_step() -> None:
@@ -386,6 +394,15 @@ def test_a_prompt_finds_the_pages_of_an_earlier_one() -> None:
     assert request[0].num_cached_tokens == 16
     assert bench.scheduler.stats.prefix_hit_tokens == 16
     assert bench.scheduler.stats.prefix_query_tokens == 38
+
+
+def test_a_prompt_finds_the_pages_of_an_earlier_answer() -> None:
+    bench = Bench()
+    (first,) = bench.add(6, max_tokens=20)
+    bench.finish_all([first])
+    (second,) = bench.add([*first.tokens, 1])
+    bench.step()
+    assert second.num_cached_tokens == 24  # the last of the 26 tokens has no keys and values
 
 
 def test_a_full_hit_leaves_a_token_to_run() -> None:
@@ -852,6 +869,41 @@ def arrays_of(plan: StepPlan) -> list[np.ndarray]:
     names = ("tokens", "positions", "slot_mapping", "page_table", "kv_lens", "cu_q_lens")
     rows = [getattr(plan.rows, name) for name in plan.rows.__slots__]
     return [*(getattr(plan, name) for name in names), *rows]
+
+
+def test_a_schedule_that_fails_changes_nothing() -> None:
+    """Bug 10: it fails at each of its calls for pages, with hits, copies and victims under way."""
+    bench = Bench(num_pages=18, max_num_batched_tokens=20)
+    prefix = list(range(14))
+    bench.finish_all(bench.add(prefix))
+    requests = [bench.add([*prefix, 1, 2, 3]), bench.add([*prefix, 4], n=2, max_tokens=20)]
+    requests.append(bench.add(9, max_tokens=20))
+    while bench.scheduler.has_work:
+        plan = schedule_with_failures(bench.scheduler)
+        assert plan is not None
+        bench.update(plan)
+    stats = bench.scheduler.stats
+    assert stats.prefix_hit_tokens == 24
+    assert stats.num_cow_copies > 0
+    assert stats.num_preemptions > 0
+    bench.finish_all(*requests)
+
+
+def test_an_interrupted_schedule_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    requests = bench.add(9, n=2)
+    bench.step()
+    before = snapshot(bench.scheduler)
+    with monkeypatch.context() as patch:
+        patch.setattr(SchedulerConfig, "bucket_for", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            bench.scheduler.schedule()
+    assert snapshot(bench.scheduler) == before
+    bench.finish_all(requests)
+
+
+def interrupt(*arguments: Any, **options: Any) -> int:
+    raise KeyboardInterrupt
 
 
 def test_the_same_requests_make_the_same_plans() -> None:

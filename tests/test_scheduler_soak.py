@@ -8,13 +8,14 @@ from pagedjax.config import SchedulerConfig
 from pagedjax.request import FinishReason, Request, SamplingParams, Sequence
 from pagedjax.scheduler import Scheduler
 from tests.fake_runner import FakeRunner, plain_answer
+from tests.scheduler_faults import schedule_with_failures
 
 VOCAB = 32
 NUM_REQUESTS = 2_000
 
 
 class Soak:
-    """Adds requests as long as few wait, aborts one now and then, and steps."""
+    """Adds requests as long as few wait, aborts one now and then, and steps; some fail first."""
 
     def __init__(self) -> None:
         self.config = SchedulerConfig(
@@ -38,7 +39,8 @@ class Soak:
         while self.num_added < NUM_REQUESTS or self.scheduler.has_work:
             while self.num_added < NUM_REQUESTS and self.scheduler.num_waiting < 3:
                 self.add()
-            plan = self.scheduler.schedule()
+            is_faulty = self.rng.random() < 0.02
+            plan = (schedule_with_failures if is_faulty else Scheduler.schedule)(self.scheduler)
             assert plan is not None
             result = self.runner.run(plan)
             if self.rng.random() < 0.05:
