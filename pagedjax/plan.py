@@ -70,7 +70,7 @@ class SamplingRows:
     frequency_penalty: F32  # f32[R], 0: off
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a frozen one takes five times as long to make, 256 a step
 class ScheduledSequence:
     """Host-side note of what a plan does for one sequence; `update` reads it back."""
 
