@@ -82,16 +82,19 @@ def size_pool(
     asked_len: int | None,
     asked_pages: int | None,
     max_num_seqs: int,
+    free_bytes: int | None = None,
 ) -> PoolSize:
     """Chooses the number of pages and `max_model_len`.
 
     A `max_model_len` that was asked for is met or refused; one that was not is the model's own,
     made shorter when the pool holds less. No more pages are taken than `max_num_seqs` requests
-    of that length can fill.
+    of that length can fill. `free_bytes` bounds the pages that were asked for.
 
     Raises:
       CapacityError: one request does not fit; the message says what would.
     """
+    if asked_pages is not None and free_bytes is not None:
+        _check_memory(layout, asked_pages, free_bytes)
     available = layout.pages_in(budget) if asked_pages is None else asked_pages
     usable = available - 1
     longest = usable * layout.page_size
@@ -103,6 +106,16 @@ def size_pool(
         most = layout.pages_for(max_model_len) * max_num_seqs
         usable = min(usable, most)
     return PoolSize(usable + 1, max_model_len)
+
+
+def _check_memory(layout: PageLayout, asked_pages: int, free_bytes: int) -> None:
+    needed = asked_pages * layout.page_bytes
+    if needed > free_bytes:
+        raise CapacityError(
+            f"`num_pages` {asked_pages} needs {needed / GIB:.3f} GiB of pages; "
+            f"{free_bytes / GIB:.3f} GiB are free. Set `num_pages` to at most "
+            f"{layout.pages_in(free_bytes)}, or choose a smaller `dtype`."
+        )
 
 
 def _too_small(layout: PageLayout, length: int, budget: int, asked_pages: int | None) -> str:

@@ -22,6 +22,7 @@ from pagedjax.chat_template import ChatTemplate, encode_chat
 from pagedjax.config import EngineConfig
 from pagedjax.engine import prompt_fields
 from pagedjax.errors import ConfigError, RequestError
+from pagedjax.interrupts import DeferredInterrupt
 from pagedjax.request import RequestOutput, SamplingParams
 from pagedjax.startup import ModelFacts, start_engine
 from pagedjax.tokenizer import TextTokenizer, Tokenizer
@@ -129,7 +130,13 @@ class LLM:
           messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
           params, use_tqdm: as for `generate`.
         """
-        first = messages[0] if isinstance(messages, Sequence) and messages else None
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError(
+                "`messages` must be a list of messages, or a list of such lists. "
+                f"Got {type(messages).__name__}.",
+                param="messages",
+            )
+        first = messages[0] if messages else None
         items: list[Any] = [messages] if isinstance(first, Mapping) else list(messages)
         each = self._params(params, len(items))
         prompts: list[Any] = []
@@ -178,19 +185,21 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
         order = [f"request-{next(self._ids)}" for _ in items]
         show = self._terminal if use_tqdm is None else use_tqdm
-        try:
-            for request_id, item, each in zip(order, items, params, strict=True):
-                try:
-                    self._add(request_id, item, each)
-                except RequestError as error:
-                    outputs[request_id] = _failed(request_id, item, error)
-            with tqdm(total=len(items), disable=not show, unit="prompt") as bar:
-                bar.update(len(outputs))
-                self._drain(frozenset(order), outputs, bar)
-        except BaseException:  # Ctrl-C too: what was asked here must not run on later
-            for request_id in order:
-                self.engine.abort(request_id)
-            raise
+        with DeferredInterrupt() as interrupt:
+            try:
+                for request_id, item, each in zip(order, items, params, strict=True):
+                    interrupt.check()
+                    try:
+                        self._add(request_id, item, each)
+                    except RequestError as error:
+                        outputs[request_id] = _failed(request_id, item, error)
+                with tqdm(total=len(items), disable=not show, unit="prompt") as bar:
+                    bar.update(len(outputs))
+                    self._drain(frozenset(order), outputs, bar, interrupt)
+            except BaseException:  # Ctrl-C too: what was asked here must not run on later
+                for request_id in order:
+                    self.engine.abort(request_id)
+                raise
         return [outputs[request_id] for request_id in order]
 
     def _add(self, request_id: str, item: Any, params: SamplingParams) -> None:
@@ -199,9 +208,16 @@ class LLM:
         prompt, salt = prompt_fields(item)
         self.engine.add_request(request_id, prompt, params, cache_salt=salt)
 
-    def _drain(self, asked: frozenset[str], outputs: dict[str, RequestOutput], bar: Any) -> None:
+    def _drain(
+        self,
+        asked: frozenset[str],
+        outputs: dict[str, RequestOutput],
+        bar: Any,
+        interrupt: DeferredInterrupt,
+    ) -> None:
         started, generated = time.monotonic(), 0
         while self.engine.has_unfinished:
+            interrupt.check()
             for output in self.engine.step():
                 if output.request_id not in asked:  # aborted when an earlier call was interrupted
                     continue

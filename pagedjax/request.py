@@ -7,7 +7,7 @@ Knows nothing of pages, scheduling or devices.
 from __future__ import annotations
 
 import hashlib
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -331,8 +331,7 @@ def _check_float(
     above_low: bool = False,
 ) -> None:
     value = getattr(params, name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = is_number and math.isfinite(value) and low <= value <= high
+    fits = _is_finite(value) and low <= value <= high
     if not fits or (above_low and value == low):
         bracket = "(" if above_low else "["
         raise RequestError(
@@ -404,14 +403,19 @@ def _bias_entry(key: Any, bias: Any) -> tuple[int, float]:
     is_id = (isinstance(key, int) and not isinstance(key, bool)) or (
         isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
     )
-    is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
-    if not is_id or not 0 <= int(key) < 2**31 or not is_number or not math.isfinite(bias):
+    if not is_id or not 0 <= int(key) < 2**31 or not _is_finite(bias):
         raise RequestError(
             f"`logit_bias` must map token ids >= 0 to finite numbers. "
             f"Got {_shown(key)}: {_shown(bias)}.",
             param="logit_bias",
         )
     return int(key), min(max(float(bias), -LOGIT_BIAS_BOUND), LOGIT_BIAS_BOUND)
+
+
+def _is_finite(value: Any) -> bool:
+    """A number that a float can hold: by comparing, since huge integers overflow in float()."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 def _shown(value: Any) -> str:

@@ -189,6 +189,7 @@ def _resolve(
         asked_len=options.max_model_len,
         asked_pages=options.num_pages,
         max_num_seqs=max_num_seqs,
+        free_bytes=device.memory().free,
     )
     most_tokens = max_num_seqs * pool.max_model_len
     tokens = options.max_num_batched_tokens or max(

@@ -153,3 +153,15 @@ def test_a_default_length_is_not_cut_below_a_useful_one() -> None:
         sized(budget=200 * SMALL.page_bytes, model_len=900)
     with pytest.raises(CapacityError, match="hold 0 tokens"):
         sized(budget=0)
+
+
+def test_pages_that_memory_does_not_hold_are_refused_with_the_numbers() -> None:
+    layout = PageLayout(num_layers=2, num_kv_heads=2, head_dim=8, page_size=4, itemsize=4)
+    free = 10 * layout.page_bytes
+    asked = {"budget": 0, "model_len": 16, "asked_len": 16, "max_num_seqs": 1}
+    size = size_pool(layout, **asked, asked_pages=10, free_bytes=free)
+    assert size.num_pages == 10
+    with pytest.raises(
+        CapacityError, match=r"`num_pages` 11 needs .* Set `num_pages` to at most 10"
+    ):
+        size_pool(layout, **asked, asked_pages=11, free_bytes=free)

@@ -385,7 +385,7 @@ def test_a_seed_of_its_own_ignores_engine_and_id() -> None:
         (b"abc", "`prompt` must be text or a list of token ids. Got bytes", "prompt"),
         (None, "Got NoneType", "prompt"),
         (7, "Got int", "prompt"),
-        (np.array([1, 2]), "Got ndarray", "prompt"),
+        (np.array([1.0, 2.0]), "Got float", "prompt"),
         ("ab\ud800c", "`prompt` must be text that UTF-8 can hold. .* at character 2", "prompt"),
     ],
 )

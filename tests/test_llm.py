@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -346,3 +348,30 @@ def test_numpy_arrays_are_token_ids(llm: LLM, prompts: Any) -> None:
     expected = [tokens_of(output) for output in llm.generate([[1, 2, 3], [4, 5, 6]], GREEDY)]
     assert [tokens_of(output) for output in llm.generate(prompts, GREEDY)] == expected
     assert [tokens_of(llm.generate(prompts[0], GREEDY)[0])] == expected[:1]
+
+
+@pytest.mark.parametrize("messages", [None, 3, "hello"])
+def test_messages_that_are_no_list_are_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError, match="`messages` must be a list of messages"):
+        llm.chat(messages)
+
+
+def test_an_interrupt_waits_for_the_step_and_leaves_the_engine_usable(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = llm.engine.runner
+    run, finished = runner.run, []
+
+    def interrupted(plan: StepPlan) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        result = run(plan)
+        finished.append(plan)
+        return result
+
+    monkeypatch.setattr(llm.engine, "runner", SimpleNamespace(run=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3], [4, 5]], GREEDY)
+    assert len(finished) == 1
+    monkeypatch.setattr(llm.engine, "runner", runner)
+    llm.engine.check_integrity()
+    assert tokens_of(llm.generate([1, 2, 3], GREEDY)[0]) == dense_greedy([1, 2, 3], 8)

@@ -172,3 +172,20 @@ def test_a_derived_seed_depends_on_the_engine_and_the_id() -> None:
     seeds = {derived_seed(seed, name) for seed in (0, 1, 10) for name in ("a", "b", "0a", "\ud800")}
     assert len(seeds) == 12
     assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 10**400},
+        {"top_p": -(10**400)},
+        {"repetition_penalty": 10**5000},
+        {"logit_bias": {3: 10**400}},
+    ],
+    ids=["temperature", "top_p", "repetition_penalty", "logit_bias"],
+)
+def test_a_number_too_large_for_a_float_is_refused_by_name(values: dict[str, Any]) -> None:
+    (name,) = values
+    with pytest.raises(RequestError, match="finite number") as caught:
+        SamplingParams(**values)
+    assert caught.value.param == name

@@ -1,0 +1,60 @@
+"""Ctrl-C waits for the end of a step, and is never lost."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from pagedjax.interrupts import DeferredInterrupt
+
+
+def press(times: int) -> None:
+    for _ in range(times):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_waits_for_the_check() -> None:
+    with DeferredInterrupt() as interrupt:
+        press(1)  # raises nothing
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.check()
+        interrupt.check()  # told once
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_that_nobody_checked_is_raised_at_the_end() -> None:
+    with pytest.raises(KeyboardInterrupt), DeferredInterrupt():
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_second_interrupt_is_raised_at_once() -> None:
+    with DeferredInterrupt() as interrupt:
+        with pytest.raises(KeyboardInterrupt):
+            press(2)
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.check()  # the first one is still to be told
+
+
+def test_a_program_with_its_own_handler_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    try:
+        with DeferredInterrupt() as interrupt:
+            signal.raise_signal(signal.SIGINT)
+            interrupt.check()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [signal.SIGINT]
+
+
+def test_other_threads_are_left_alone() -> None:
+    def run() -> None:
+        with DeferredInterrupt() as interrupt:
+            interrupt.check()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
