@@ -4,6 +4,7 @@ Owns the process-wide test configuration and nothing else; shared fakes live in 
 """
 
 import os
+import signal
 from pathlib import Path
 
 # Before the first `import jax` anywhere: JAX reads its platform when it is imported. A developer
@@ -50,6 +51,14 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
         for marker, platforms in ACCELERATORS.items():
             if item.get_closest_marker(marker) and platform not in platforms:
                 item.add_marker(pytest.mark.skip(reason=f"needs a {marker}; JAX has {platform}"))
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own handler of SIGINT: a job in the background is started with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ import pytest
 
 from pagedjax.interrupts import DeferredInterrupt
 
+pytestmark = pytest.mark.usefixtures("ctrl_c")
+
 
 def press(times: int) -> None:
     for _ in range(times):

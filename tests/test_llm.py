@@ -356,6 +356,7 @@ def test_messages_that_are_no_list_are_refused(llm: LLM, messages: Any) -> None:
         llm.chat(messages)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_waits_for_the_step_and_leaves_the_engine_usable(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
