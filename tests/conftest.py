@@ -18,7 +18,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # shape share them, and the next run finds them. JAX's key covers program, version and flags.
 os.environ.setdefault("PAGEDJAX_CACHE_DIR", str(Path(__file__).parent.parent / ".cache/pagedjax"))
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import hypothesis
 import jax
