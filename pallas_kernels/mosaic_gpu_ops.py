@@ -1,0 +1,86 @@
+"""What the Mosaic GPU kernels share: tiled memory, sums of products, pages of a KV tile.
+
+Owns the calls that differ between JAX versions and the page arithmetic; knows no attention.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def interpret_params(interpret: Any) -> Any:
+    """The `interpret` of a kernel call; True means the strictest there is: races are errors."""
+    return plgpu.InterpretGPUParams(detect_races=True) if interpret is True else interpret
+
+
+def tiled(dtype: Any, width: int) -> tuple[Any, Any]:
+    """Transforms of a shared-memory matrix [rows, width] that wgmma, mma and TMA all read.
+
+    Rows of `width` elements (a multiple of 64 bytes) are swizzled by the widest pattern that fits.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = 128 if width * itemsize % 128 == 0 else 64
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize))
+    return tiling, plgpu.SwizzleTransform(swizzle)
+
+
+def tiled_smem(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for matrices `shape[-2:]` in the layout of `tiled`."""
+    return plgpu.SMEM(shape, dtype, transforms=tiled(dtype, shape[-1]))
+
+
+def wgmma_sum(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Array:
+    """f32[shape]: the sum of a @ b over `pairs` of shared-memory operands; waits for it."""
+
+    def body(acc: Any) -> jax.Array:
+        for a, b in pairs:
+            plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
+
+
+def tile_pages(
+    page_table: Any,  # GMEM ref i32[max_seqs, pages_per_seq]
+    seq: jax.Array,  # i32[]
+    tile: jax.Array,  # i32[], index of the KV tile
+    *,
+    kv_begin: jax.Array | int,  # i32[]: pages wholly before this position are not dereferenced
+    kv_end: jax.Array,  # i32[]: nor are those wholly past it
+    page_size: int,
+    kv_tile: int,
+) -> tuple[jax.Array, ...]:
+    """Page ids of a KV tile, one for each of its copies (`copy_tile`).
+
+    Entries of the table that no live position needs may be garbage, so a tile that reaches past
+    them reads the nearest live page once more. An empty sequence reads column 0, unused.
+    """
+    first = lax.div(jnp.int32(kv_begin), jnp.int32(page_size))
+    last = lax.max(lax.div(kv_end - 1, jnp.int32(page_size)), first)
+    start = lax.div(tile * kv_tile, jnp.int32(page_size))
+    columns = (start + i for i in range(max(1, kv_tile // page_size)))
+    return tuple(page_table[seq, lax.clamp(first, column, last)] for column in columns)
+
+
+def copy_tile(
+    pages: tuple[jax.Array, ...],  # i32[] each, of `tile_pages`
+    tile: jax.Array,  # i32[]
+    source: Any,  # page id -> GMEM ref [page_size, ...] of one head's K or V (or scales)
+    target: Any,  # SMEM ref [kv_tile, ...]
+    barrier: Any,  # gets max(1, kv_tile // page_size) arrivals
+) -> None:
+    """Starts the TMA copies of a KV tile: one a page, or one slice of a page that is larger."""
+    kv_tile = target.shape[0]
+    page_size = source(pages[0]).shape[0]
+    if page_size > kv_tile:
+        offset = lax.rem(tile * kv_tile, jnp.int32(page_size))
+        part = source(pages[0]).at[pl.ds(offset, kv_tile)]
+        plgpu.copy_gmem_to_smem(part, target, barrier)
+        return
+    for i, page in enumerate(pages):
+        part = target.at[pl.ds(i * page_size, page_size)]
+        plgpu.copy_gmem_to_smem(source(page), part, barrier)
