@@ -39,6 +39,7 @@ def no_gpu_race() -> Iterator[None]:
             gpu.reset_gpu_interpret_mode_state()
             raise
     assert found, "no kernel was interpreted"
+    assert all(one.writes for one in found), "race detection was off"
     assert not any(one.races_found for one in found), "a race was found; see the log"
 
 
