@@ -33,6 +33,17 @@ def tiled_smem(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=tiled(dtype, shape[-1]))
 
 
+def store_small(target: Any, value: jax.Array) -> None:
+    """Stores to global memory in whatever pieces the layout gives: for a few bytes only.
+
+    JAX 0.12 refuses such stores unless it is told; 0.11 cannot be told.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(target, value, optimized=False)
+    else:
+        target[...] = value
+
+
 def wgmma_sum(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Array:
     """f32[shape]: the sum of a @ b over `pairs` of shared-memory operands; waits for it."""
 
@@ -71,16 +82,33 @@ def copy_tile(
     tile: jax.Array,  # i32[]
     source: Any,  # page id -> GMEM ref [page_size, ...] of one head's K or V (or scales)
     target: Any,  # SMEM ref [kv_tile, ...]
-    barrier: Any,  # gets max(1, kv_tile // page_size) arrivals
+    barrier: Any,  # gets max(1, kv_tile // page_size) arrivals; None: as in `copy_to_smem`
 ) -> None:
-    """Starts the TMA copies of a KV tile: one a page, or one slice of a page that is larger."""
+    """Starts the copies of a KV tile: one a page, or one slice of a page that is larger."""
     kv_tile = target.shape[0]
     page_size = source(pages[0]).shape[0]
     if page_size > kv_tile:
         offset = lax.rem(tile * kv_tile, jnp.int32(page_size))
         part = source(pages[0]).at[pl.ds(offset, kv_tile)]
-        plgpu.copy_gmem_to_smem(part, target, barrier)
+        copy_to_smem(part, target, barrier)
         return
     for i, page in enumerate(pages):
         part = target.at[pl.ds(i * page_size, page_size)]
-        plgpu.copy_gmem_to_smem(source(page), part, barrier)
+        copy_to_smem(source(page), part, barrier)
+
+
+def copy_to_smem(source: Any, target: Any, barrier: Any) -> None:
+    """Starts a copy by TMA, or where `barrier` is None (before Hopper) by cp.async, in a group."""
+    if barrier is None:
+        promise = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+        plgpu.copy_gmem_to_smem(source, target, oob_mode=promise)
+    else:
+        plgpu.copy_gmem_to_smem(source, target, barrier)
+
+
+def store_narrow(target: Any, value: jax.Array) -> None:
+    """Writes less than a cache line of GMEM, which JAX 0.12 refuses unless told that it is so."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(target, value, optimized=False)
+    else:
+        target[...] = value
