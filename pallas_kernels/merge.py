@@ -37,3 +37,16 @@ def merge_states(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array
     safe = jnp.where(total == 0, 1.0, total)
     out = jnp.sum(parts * weights[..., None], axis=0) / safe[..., None]
     return out.astype(outs.dtype), jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
+
+
+def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """An extra logit in the denominator; rows that saw nothing stay empty.
+
+    Args:
+      out: f32[num_tokens, num_q_heads, head_dim].
+      lse: f32[num_tokens, num_q_heads].
+      sinks: f32[num_q_heads].
+    """
+    with_sink = jnp.where(jnp.isneginf(lse), -jnp.inf, jnp.logaddexp(lse, sinks[None]))
+    shrink = jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(lse - with_sink))
+    return out * shrink[..., None], with_sink

@@ -4,6 +4,7 @@ Owns the specification (the docstring of `paged_attention`) and the errors. Know
 """
 
 import math
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -11,11 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference
+from pallas_kernels.attention_plan import AttentionPlan, Problem, make_plan
+from pallas_kernels.paged_attention_mosaic import paged_attention_mosaic
 from pallas_kernels.paged_attention_xla import paged_attention_xla
+from pallas_kernels.platform import traced_platform
+from pallas_kernels.score_rule import ScoreRule
 
 IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu", "xla", "reference")
 MAX_PAGE_SIZE = 256
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_QUANTIZED = (jnp.float8_e4m3fn, jnp.int8)
+_MOSAIC = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
+_WIDTHS = {"mosaic_gpu": (64, 128, 256), "mosaic_tpu": (128, 256)}
 
 
 def paged_attention(
@@ -34,10 +42,11 @@ def paged_attention(
     kv_scales: jax.Array | None = None,
     max_q_len: int | None = None,
     return_lse: bool = False,
-    plan: object = None,
+    out_dtype: Any = None,
+    plan: AttentionPlan | None = None,
     batch_invariant: bool = False,
     implementation: str | None = None,
-    interpret: bool = False,
+    interpret: Any = False,
 ) -> Any:
     """Causal attention of a ragged batch over keys and values in pages.
 
@@ -52,31 +61,36 @@ def paged_attention(
     Args:
       q: [num_tokens, num_q_heads, head_dim]; float32, bfloat16 or float16.
       kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim]; K = 0, V = 1; page_size a power
-        of two from 1 to 256; num_q_heads a multiple of num_kv_heads. Memory that no length
+        of two from 1 to 256; num_q_heads a multiple of num_kv_heads. Its head_dim may be larger
+        than q's (`padded_head_dim`); the rest is zero where a position is written. float32,
+        bfloat16, float16, or with `kv_scales` float8_e4m3fn or int8. Memory that no length
         reaches may hold anything, NaN included.
       page_table: i32[max_seqs, pages_per_seq]; entries past a sequence's length may be anything.
       kv_lens: i32[max_seqs], positions with keys and values, new tokens included.
       cu_q_lens: i32[max_seqs + 1], prefix sums of new tokens; rows of `q` from
         `cu_q_lens[num_seqs]` on are padding.
       num_seqs: i32[], live rows of the metadata; what lies past them may be anything.
-      scale: of q . k; None is 1 / sqrt(head_dim).
+      scale: of q . k; None is 1 / sqrt(head_dim) with q's head_dim.
       sliding_window: w: a query at position p sees p - w + 1 .. p.
       soft_cap: bounds the scaled scores.
       sinks: f32[num_q_heads], an extra logit in the denominator only; the lse includes it.
       alibi_slopes: f32[num_q_heads].
-      kv_scales: scales of a quantised pool.
+      kv_scales: f32[num_pages, 2, num_kv_heads, page_size], scales of a quantised pool: a key or
+        value is its scale times its vector of `kv_pages`.
       max_q_len: a promise that no live sequence has more query rows; 1 (decode only) compiles to
         less code. None: no promise.
       return_lse: also return the log-sum-exp.
-      plan: a work list made once a step.
+      out_dtype: of out; None: q's.
+      plan: of `plan_attention`, made once a step for all layers; None: made here.
       batch_invariant: the same bits for a row whatever else is in the batch.
       implementation: "mosaic_gpu", "mosaic_tpu", "xla" or "reference"; None is the best for the
         device. A named one that cannot do the job raises; it never falls back in silence.
         "reference" reads values, so it does not run under jit.
-      interpret: run a Mosaic implementation on the CPU.
+      interpret: run a Mosaic implementation on the CPU, with race detection; or the parameters
+        of Pallas' interpreter.
 
     Returns:
-      out [num_tokens, num_q_heads, head_dim] in q's dtype, zeros in padding rows; with
+      out [num_tokens, num_q_heads, head_dim] in `out_dtype`, zeros in padding rows; with
       `return_lse` also lse f32[num_tokens, num_q_heads] (natural logarithm, -inf in padding rows).
 
     Raises:
@@ -84,67 +98,223 @@ def paged_attention(
       NotImplementedError: no implementation, or not the one named, can do this.
     """
     _check_tensors(q, kv_pages)
+    _check_scales(kv_pages, kv_scales)
     _check_rows(page_table, kv_lens, cu_q_lens, num_seqs)
-    _check_options(scale, sliding_window, soft_cap)
-    if max_q_len is not None and max_q_len < 1:
-        raise ValueError(f"`max_q_len` must be at least 1, or None. Got {max_q_len}.")
+    _check_options(scale, sliding_window, soft_cap, max_q_len)
     for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         _check_per_head(name, per_head, q.shape[1])
-    chosen = _choose(implementation)
-    _refuse(chosen, kv_scales, plan, batch_invariant, interpret)
-    options = {
-        "scale": scale,
-        "sliding_window": sliding_window,
-        "soft_cap": soft_cap,
-        "sinks": sinks,
-        "alibi_slopes": alibi_slopes,
-    }
+    chosen, problem = _choose(
+        q,
+        kv_pages,
+        page_table,
+        implementation,
+        sliding_window=sliding_window,
+        max_q_len=max_q_len,
+        batch_invariant=batch_invariant,
+    )
+    _check_interpret(chosen, interpret)
+    if plan is not None:
+        _check_plan(plan, problem)
     arrays = (q, kv_pages, page_table, kv_lens, cu_q_lens, num_seqs)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    per_head: dict[str, Any] = {
+        "sinks": sinks, "alibi_slopes": alibi_slopes, "kv_scales": kv_scales
+    }  # fmt: skip
+    rule = ScoreRule(scale, sliding_window, soft_cap)
+    out_dtype = q.dtype if out_dtype is None else jnp.dtype(out_dtype)
     if chosen == "reference":
-        out, lse = reference.paged_attention(*arrays, **options, return_lse=True)
-        out, lse = jnp.asarray(out.astype(q.dtype)), jnp.asarray(lse.astype(np.float32))
+        out, lse = _reference(arrays, rule, per_head)
+    elif chosen == "xla":
+        out, lse = paged_attention_xla(
+            *arrays,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            **{k: v for k, v in per_head.items() if k != "kv_scales" or v is not None},
+            max_q_len=max_q_len,
+            **({"batch_invariant": True} if batch_invariant else {}),
+        )
     else:
-        out, lse = paged_attention_xla(*arrays, **options, max_q_len=max_q_len)
+        plan = plan or make_plan(problem, *arrays[2:])
+        attend_tiles = _kernels(chosen).attend_tiles
+        out, lse = paged_attention_mosaic(
+            *arrays[:3],
+            plan,
+            attend_tiles,
+            rule=rule,
+            **per_head,
+            out_dtype=out_dtype,
+            interpret=interpret,
+        )
+    out = out.astype(out_dtype)
     return (out, lse) if return_lse else out
 
 
-def _choose(implementation: str | None) -> str:
+def plan_attention(
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    q: Any,
+    kv_pages: Any,
+    page_table: jax.Array,
+    sliding_window: int | None = None,
+    max_q_len: int | None = None,
+    batch_invariant: bool = False,
+    cascade: bool = False,
+    implementation: str | None = None,
+    **configs: Any,
+) -> AttentionPlan:
+    """The part of `paged_attention` that layers share, made once a step: pass it as `plan=`.
+
+    Pure integer arithmetic on the metadata; runs under jit, on the device.
+
+    Args:
+      kv_lens, cu_q_lens, num_seqs, page_table: as `paged_attention` takes them.
+      q, kv_pages: arrays, or anything with their shape and dtype (`jax.ShapeDtypeStruct`).
+      sliding_window, max_q_len, batch_invariant, implementation: as `paged_attention` is going
+        to get them; a plan for other ones is refused there.
+      cascade: sequences that decode and share a long run of pages read it once.
+      configs: `decode` and `prefill`, `KernelConfig`s in place of the tuned ones.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `paged_attention`.
+    """
+    _check_tensors(q, kv_pages)
+    _check_rows(page_table, kv_lens, cu_q_lens, num_seqs)
+    _check_options(None, sliding_window, None, max_q_len)
+    _, problem = _choose(
+        q,
+        kv_pages,
+        page_table,
+        implementation,
+        sliding_window=sliding_window,
+        max_q_len=max_q_len,
+        batch_invariant=batch_invariant,
+    )
+    if not problem.implementation.startswith("mosaic"):
+        return AttentionPlan((), None, problem)  # the others make their work lists themselves
+    metadata = (page_table, kv_lens, cu_q_lens, num_seqs)
+    return make_plan(problem, *metadata, cascade=cascade, **configs)
+
+
+def padded_head_dim(head_dim: int, implementation: str | None = None) -> int:
+    """Columns that a pool needs for heads of `head_dim`, so that `implementation` takes it.
+
+    Raises:
+      NotImplementedError: the implementation has no kernel for so large a head.
+    """
+    chosen = implementation or _MOSAIC.get(traced_platform(), "xla")
+    widths = _WIDTHS.get(chosen, (head_dim,))
+    fitting = [width for width in widths if width >= head_dim]
+    if not fitting:
+        raise NotImplementedError(
+            f"`head_dim` must be at most {widths[-1]} for {chosen!r}. Got {head_dim}. Use 'xla'."
+        )
+    return fitting[0]
+
+
+def best_implementation(q: Any, kv_pages: Any, page_table: Any) -> tuple[str, str]:
+    """What `implementation=None` stands for on this device, and why not a faster one ("": none).
+
+    Args:
+      q, kv_pages, page_table: arrays, or anything with their shape and dtype.
+    """
+    mosaic = _MOSAIC.get(traced_platform())
+    if mosaic is None:
+        return "xla", ""
+    options = {"sliding_window": None, "max_q_len": None, "batch_invariant": False}
+    try:
+        _problem(q, kv_pages, page_table, mosaic, **options)
+    except NotImplementedError as error:
+        return "xla", str(error)
+    return mosaic, ""
+
+
+def _choose(
+    q: Any, kv_pages: Any, page_table: Any, implementation: str | None, **options: Any
+) -> tuple[str, Problem]:
+    """The implementation, and the problem as it sees it; raises when a named one cannot."""
     if implementation is None:
-        return "xla"
+        implementation = best_implementation(q, kv_pages, page_table)[0]
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"`implementation` must be None or one of {', '.join(IMPLEMENTATIONS)}. "
             f"Got {implementation!r}."
         )
+    return implementation, _problem(q, kv_pages, page_table, implementation, **options)
+
+
+def _problem(
+    q: Any, kv_pages: Any, page_table: Any, implementation: str, **options: Any
+) -> Problem:
+    problem = Problem.of(q, kv_pages, page_table, implementation=implementation, **options)
     if implementation.startswith("mosaic"):
-        raise NotImplementedError(
-            f"`implementation` {implementation!r} does not exist yet. Use 'xla', or None."
+        quantized = kv_pages.dtype in _QUANTIZED
+        _kernels(implementation).check(problem, q.dtype, quantized)
+    return problem
+
+
+def _kernels(implementation: str) -> ModuleType:
+    """Loaded when first asked for: a CPU needs neither, and each takes a while to import."""
+    if implementation == "mosaic_gpu":
+        from pallas_kernels import paged_attention_mosaic_gpu as kernels
+    else:
+        from pallas_kernels import paged_attention_mosaic_tpu as kernels
+    return kernels
+
+
+def _reference(
+    arrays: tuple[jax.Array, ...], rule: ScoreRule, per_head: dict[str, Any]
+) -> tuple[jax.Array, jax.Array]:
+    out, lse = reference.paged_attention(
+        *arrays,  # pyright: ignore[reportCallIssue]
+        scale=rule.scale,
+        sliding_window=rule.sliding_window,
+        soft_cap=rule.soft_cap,
+        **per_head,
+        return_lse=True,
+    )
+    return jnp.asarray(out.astype(np.float32)), jnp.asarray(lse.astype(np.float32))
+
+
+def _check_plan(plan: Any, problem: Problem) -> None:
+    if not isinstance(plan, AttentionPlan):
+        raise TypeError(f"`plan` must be what `plan_attention` returns. Got {type(plan).__name__}.")
+    plan.check(problem)
+
+
+def _check_interpret(chosen: str, interpret: Any) -> None:
+    if interpret and not chosen.startswith("mosaic"):
+        raise ValueError(
+            f"`interpret` must be used with a Mosaic implementation. Got {chosen!r}: name one."
         )
-    return implementation
 
 
-def _refuse(
-    chosen: str, kv_scales: object, plan: object, batch_invariant: bool, interpret: bool
-) -> None:
-    """Raises for the arguments that no implementation here can honour yet."""
-    unsupported = {
-        "kv_scales": kv_scales is not None,
-        "plan": plan is not None,
-        "batch_invariant": batch_invariant and chosen != "reference",
-        "interpret": interpret,
-    }
-    for name, given in unsupported.items():
-        if given:
-            raise NotImplementedError(
-                f"`{name}` is not implemented by {chosen!r} yet. Leave it at its default."
-            )
+def _check_scales(kv_pages: jax.Array, kv_scales: jax.Array | None) -> None:
+    if kv_pages.dtype in _QUANTIZED and kv_scales is None:
+        raise ValueError(f"`kv_scales` must be given for a pool of {kv_pages.dtype}. Got None.")
+    if kv_scales is None:
+        return
+    if kv_pages.dtype not in _QUANTIZED:
+        raise TypeError(
+            f"`kv_pages` must be float8_e4m3fn or int8 when `kv_scales` is given. "
+            f"Got {kv_pages.dtype}."
+        )
+    if kv_scales.shape != kv_pages.shape[:4]:
+        raise ValueError(
+            f"`kv_scales` must have shape {kv_pages.shape[:4]}: one for each head and position. "
+            f"Got {kv_scales.shape}."
+        )
+    if kv_scales.dtype != jnp.float32:
+        raise TypeError(f"`kv_scales` must be float32. Got {kv_scales.dtype}.")
 
 
 def _check_tensors(q: jax.Array, kv_pages: jax.Array) -> None:
     _check_rank("q", q, "[num_tokens, num_q_heads, head_dim]", 3)
     _check_rank("kv_pages", kv_pages, "[num_pages, 2, num_kv_heads, page_size, head_dim]", 5)
     for name, array in (("q", q), ("kv_pages", kv_pages)):
-        if array.dtype not in _DTYPES:
+        if array.dtype not in _DTYPES and not (name == "kv_pages" and array.dtype in _QUANTIZED):
             raise TypeError(f"`{name}` must be float32, bfloat16 or float16. Got {array.dtype}.")
         if 0 in array.shape:
             raise ValueError(f"`{name}` must have no dimension of size 0. Got {array.shape}.")
@@ -156,9 +326,10 @@ def _check_tensors(q: jax.Array, kv_pages: jax.Array) -> None:
             f"`kv_pages` must have a page_size (axis 3) that is a power of two from 1 to "
             f"{MAX_PAGE_SIZE}. Got {page_size}."
         )
-    if q.shape[2] != head_dim:
+    if q.shape[2] > head_dim:
         raise ValueError(
-            f"`q` must have the head_dim of `kv_pages`, {head_dim}, as axis 2. Got {q.shape}."
+            f"`q` must have at most the head_dim of `kv_pages`, {head_dim}, as axis 2. "
+            f"Got {q.shape}."
         )
     if q.shape[1] % num_kv_heads:
         raise ValueError(
@@ -190,7 +361,14 @@ def _check_rows(
             raise TypeError(f"`{name}` must be int32. Got {array.dtype}.")
 
 
-def _check_options(scale: float | None, sliding_window: int | None, soft_cap: float | None) -> None:
+def _check_options(
+    scale: float | None,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    max_q_len: int | None,
+) -> None:
+    if max_q_len is not None and max_q_len < 1:
+        raise ValueError(f"`max_q_len` must be at least 1, or None. Got {max_q_len}.")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"`scale` must be finite. Got {scale}.")
     if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):

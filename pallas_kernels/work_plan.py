@@ -4,8 +4,8 @@ A plan is pure integer arithmetic on the step's metadata. It is made once a step
 all layers share it. Knows nothing of queries, keys or values, nor of how a kernel computes.
 
   token   a row of q: num_q_heads vectors
-  tile    up to `tokens_per_tile` tokens of ONE page table row; the unit that a kernel holds at once.
-          Its rows are token-major: row r is query head r % group of token r // group
+  tile    up to `tokens_per_tile` tokens of ONE page table row; what a kernel holds at once. Its
+          rows are token-major: row r is query head r % group of token r // group
   head    a KV head, or one of the `passes` in which a large group shares a KV head
   row     (tile, head); row number tile * heads + head
   item    a run of KV tiles of one row; rows that are cut have several
@@ -19,6 +19,8 @@ import jax.numpy as jnp
 
 ITEM_WORDS = 8
 TILE, HEAD, BEGIN, END, SEQ, POSITION, KV_END = range(7)  # words of an item
+# One fused reduction. The default is a loop, which a GPU runs as many small launches.
+_SEARCH = "compare_all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class TileShape:
 
     @classmethod
     def fit(cls, group: int, *, rows: int, multiple: int, kv_tile: int) -> "TileShape":
-        """Tiles of at most `rows` rows, a multiple of `multiple`, for `group` query heads a KV head.
+        """Tiles of at most `rows` rows, a multiple of `multiple`; `group` query heads a KV head.
 
         A group larger than `rows` is divided over several passes.
         """
@@ -117,7 +119,7 @@ def plan_tiles(
     tiles = (q_lens + per_tile - 1) // per_tile
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
     tile = jnp.arange(bound, dtype=jnp.int32)
-    seq = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
+    seq = jnp.searchsorted(ends, tile, side="right", method=_SEARCH).astype(jnp.int32)
     seq = jnp.minimum(seq, max_seqs - 1)
     offset = (tile - (ends[seq] - tiles[seq])) * per_tile
     used = tile < ends[-1]
@@ -196,12 +198,12 @@ def plan_work(
         row, begin, end = jnp.arange(first.size, dtype=jnp.int32), first, last
     items = jnp.stack(_words(tiles, row, heads, begin, end), axis=1)
     line = starts[row] + begin - first[row]  # where each item begins
-    worker = jnp.searchsorted(line, deal, side="left").astype(jnp.int32)
+    worker = jnp.searchsorted(line, deal, side="left", method=_SEARCH).astype(jnp.int32)
     rows = jnp.arange(first.size + 1, dtype=jnp.int32)
     return WorkList(
         items=items,
         worker_items=worker.at[0].set(0).at[-1].set(row.size),
-        row_items=jnp.searchsorted(row, rows, side="left").astype(jnp.int32),
+        row_items=jnp.searchsorted(row, rows, side="left", method=_SEARCH).astype(jnp.int32),
         split=split,
     )
 
@@ -212,7 +214,7 @@ def _cuts(
     """row, begin and end of the pieces between row starts and the cuts at `deal`."""
     cuts = jnp.sort(jnp.concatenate([starts, deal]))
     upto = jnp.append(cuts[1:], ends[-1])
-    row = jnp.searchsorted(ends, cuts, side="right").astype(jnp.int32)
+    row = jnp.searchsorted(ends, cuts, side="right", method=_SEARCH).astype(jnp.int32)
     row = jnp.minimum(row, ends.size - 1)
     offset = first[row] - starts[row]
     return row, cuts + offset, upto + offset
@@ -247,7 +249,7 @@ def pack_queries(q: jax.Array, tiles: QueryTiles, num_kv_heads: int, width: int)
     padding = shape.group * shape.passes - group
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, width - head_dim)))
     q = q.reshape(q.shape[0], num_kv_heads * shape.passes, shape.group, width)
-    q = q.at[tiles.tokens].get(mode="fill", fill_value=0)  # [num_tiles, tokens, heads, group, width]
+    q = q.at[tiles.tokens].get(mode="fill", fill_value=0)  # [num_tiles, tokens, heads, ...]
     q = q.transpose(2, 0, 1, 3, 4).reshape(q.shape[2], tiles.num_tiles, -1, width)
     return jnp.pad(q, ((0, 0), (0, 0), (0, shape.rows - q.shape[2]), (0, 0)))
 

@@ -195,7 +195,7 @@ def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 WRONG_ARGUMENTS = [
     ({"q": array(10, 6)}, ValueError, r"`q` must have shape .*Got \(10, 6\)"),
-    ({"q": array(10, 6, 32)}, ValueError, r"`q` must have the head_dim of `kv_pages`, 16"),
+    ({"q": array(10, 6, 32)}, ValueError, r"`q` must have at most the head_dim of `kv_pages`, 16"),
     ({"q": array(10, 4, 16)}, ValueError, r"`q` must have a multiple of the 3 heads.*Got 4"),
     ({"q": array(0, 6, 16)}, ValueError, r"`q` must have no dimension of size 0"),
     ({"q": array(10, 6, 16, dtype=jnp.int32)}, TypeError, r"`q` must be float32.*Got int32"),
@@ -203,10 +203,28 @@ WRONG_ARGUMENTS = [
     ({"kv_pages": array(5, 3, 3, 8, 16)}, ValueError, r"`kv_pages` must have 2 \(K and V\)"),
     ({"kv_pages": array(5, 2, 3, 12, 16)}, ValueError, r"power of two from 1 to 256. Got 12"),
     ({"kv_pages": array(5, 2, 3, 512, 16)}, ValueError, r"power of two from 1 to 256. Got 512"),
+    ({"kv_pages": array(5, 2, 3, 8, 16, dtype=jnp.int16)}, TypeError, r"float32.*Got int16"),
     (
         {"kv_pages": array(5, 2, 3, 8, 16, dtype=jnp.int8)},
+        ValueError,
+        r"`kv_scales` must be given for a pool of int8",
+    ),
+    ({"kv_scales": array(5, 2, 3, 8)}, TypeError, r"`kv_pages` must be float8_e4m3fn or int8"),
+    (
+        {
+            "kv_pages": array(5, 2, 3, 8, 16, dtype=jnp.int8),
+            "kv_scales": array(5, 2, 3),
+        },
+        ValueError,
+        r"`kv_scales` must have shape \(5, 2, 3, 8\)",
+    ),
+    (
+        {
+            "kv_pages": array(5, 2, 3, 8, 16, dtype=jnp.float8_e4m3fn),
+            "kv_scales": array(5, 2, 3, 8, dtype=jnp.bfloat16),
+        },
         TypeError,
-        r"`kv_pages` must be float32.*Got int8",
+        r"`kv_scales` must be float32. Got bfloat16",
     ),
     ({"page_table": array(3, dtype=jnp.int32)}, ValueError, r"`page_table` must have shape"),
     ({"page_table": array(3, 0, dtype=jnp.int32)}, ValueError, r"`page_table` must have no dim"),
@@ -237,12 +255,10 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_q_len": 0}, ValueError, "`max_q_len` must be at least 1, or None. Got 0"),
     ({"soft_cap": 0.0}, ValueError, "`soft_cap` must be above 0 and finite, or None. Got 0.0"),
     ({"implementation": "triton"}, ValueError, "`implementation` must be None or one of .*triton"),
-    ({"implementation": "mosaic_gpu"}, NotImplementedError, "'mosaic_gpu' does not exist yet"),
-    ({"implementation": "mosaic_tpu"}, NotImplementedError, "'mosaic_tpu' does not exist yet"),
-    ({"plan": object()}, NotImplementedError, "`plan` is not implemented by 'xla' yet"),
-    ({"interpret": True}, NotImplementedError, "`interpret` is not implemented by 'xla'"),
-    ({"batch_invariant": True}, NotImplementedError, "`batch_invariant` is not implemented by"),
-    ({"kv_scales": np.ones(3)}, NotImplementedError, "`kv_scales` is not implemented by"),
+    ({"implementation": "mosaic_gpu"}, NotImplementedError, "head_dim of 64, 128, 256 .* Got 16"),
+    ({"implementation": "mosaic_tpu"}, NotImplementedError, "head_dim of 128 or 256 .* Got 16"),
+    ({"plan": object()}, TypeError, "`plan` must be what `plan_attention` returns. Got object"),
+    ({"interpret": True}, ValueError, "`interpret` must be used with a Mosaic impl.* Got 'xla'"),
 ]
 
 

@@ -1,0 +1,99 @@
+"""NVIDIA GPUs: which kernel runs a class of tiles, and what is too much for it.
+
+  columns  Hopper decode: wgmma with the operands swapped
+  rows     Hopper prefill: wgmma
+  mma      every other chip, both classes
+
+Owns the limits (they raise `NotImplementedError` at trace time) and the merge of cut rows.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention_plan import Problem, TileClass
+from pallas_kernels.mosaic_gpu_columns import attend_columns
+from pallas_kernels.mosaic_gpu_merge import merge_items
+from pallas_kernels.mosaic_gpu_mma import attend_mma
+from pallas_kernels.mosaic_gpu_rows import attend_rows
+from pallas_kernels.mosaic_gpu_target import target
+from pallas_kernels.score_rule import ScoreRule
+
+_KERNELS = {"columns": attend_columns, "rows": attend_rows, "mma": attend_mma}
+MIN_ARCH = (8, 0)
+HEAD_DIMS = (64, 128, 256)
+
+
+def attend_tiles(
+    q_tiles: jax.Array,  # [heads, num_tiles, rows, head_dim]
+    kv_pages: jax.Array,
+    page_table: jax.Array,
+    part: TileClass,
+    *,
+    rule: ScoreRule,
+    slopes: jax.Array | None,
+    kv_scales: jax.Array | None,
+    out_dtype: Any,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """One class of tiles: o out_dtype[heads, num_tiles, rows, head_dim], lse f32."""
+    config, work = part.config, part.work
+    assert work is not None
+    transposed = config.kernel == "columns"
+    o, lse = _KERNELS[config.kernel](
+        q_tiles,
+        kv_pages,
+        page_table,
+        work,
+        shape=part.tiles.shape,
+        rule=rule,
+        config=config,
+        slopes=slopes,
+        kv_scales=kv_scales,
+        out_dtype=jnp.float32 if config.split or transposed else out_dtype,
+        interpret=interpret,
+    )
+    if config.split:
+        o, lse = merge_items(o, lse, work.row_items, transposed=transposed, interpret=interpret)
+    heads, num_tiles = q_tiles.shape[:2]
+    o = o.reshape(num_tiles, heads, *o.shape[1:])
+    if transposed:
+        o = o.swapaxes(2, 3)
+    lse = lse.reshape(num_tiles, heads, -1)
+    return o.swapaxes(0, 1).astype(out_dtype), lse.swapaxes(0, 1)
+
+
+def check(problem: Problem, q_dtype: Any, quantized: bool) -> None:
+    """Raises `NotImplementedError` for what no kernel here can do on the chip traced for."""
+    chip = target()
+    if chip.arch < MIN_ARCH:
+        raise NotImplementedError(
+            f"`implementation` 'mosaic_gpu' needs compute capability 8.0 or newer. Got "
+            f"{chip.arch[0]}.{chip.arch[1]}. Use 'xla'."
+        )
+    if not 8 <= problem.page_size <= 128:
+        raise NotImplementedError(
+            f"`kv_pages` must have a page_size from 8 to 128 for 'mosaic_gpu'. Got "
+            f"{problem.page_size}. Use such a page size, or 'xla'."
+        )
+    if problem.head_dim not in HEAD_DIMS:
+        raise NotImplementedError(
+            f"`kv_pages` must have a head_dim of {', '.join(map(str, HEAD_DIMS))} for "
+            f"'mosaic_gpu'. Got {problem.head_dim}. Make the pool with `padded_head_dim(head_dim, "
+            f"'mosaic_gpu')` columns (the rest zero), or use 'xla'."
+        )
+    if q_dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(
+            f"`q` must be bfloat16 or float16 for 'mosaic_gpu'. Got {q_dtype}. Use 'xla'."
+        )
+    if not quantized and jnp.dtype(problem.dtype) != q_dtype:
+        raise NotImplementedError(
+            f"`kv_pages` must have the dtype of `q`, {q_dtype}, for 'mosaic_gpu'. Got "
+            f"{problem.dtype}. Use 'xla'."
+        )
+    if problem.dtype == "float8_e4m3fn" and chip.arch < (8, 9):
+        raise NotImplementedError(
+            f"`kv_pages` must be int8 or 16-bit on compute capability {chip.arch[0]}."
+            f"{chip.arch[1]}: it has no float8. Got {problem.dtype}."
+        )
