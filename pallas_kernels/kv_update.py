@@ -1,96 +1,265 @@
 """Changes to a page pool: new tokens, page copies, swap out and in. All in place when donated.
 
-Owns how bytes move; which page belongs to whom is the host's business.
+Owns how bytes move; which page belongs to whom is the host's business. Bits are moved, never
+converted, except into a quantised pool: there `pallas_kernels.quantize` says how.
 
-Every change is one XLA scatter along the leading axes, which the compiler does in place. Bits are
-moved, never converted: the dtypes must agree.
+  xla         one scatter along the leading axes, which the compiler does in place
+  mosaic_gpu  TMA copies (`mosaic_gpu_update`): sm_90 and later
+  mosaic_tpu  DMA (`mosaic_tpu_update`)
+
+Scales, [num_pages, 2, num_kv_heads, page_size] beside a quantised pool, always go through XLA.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.platform import traced_platform
+from pallas_kernels.quantize import LARGEST, quantize
 
-def write_kv(kv_pages: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu", "xla")
+
+
+def write_kv(
+    kv_pages: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    kv_scales: jax.Array | None = None,
+    implementation: str | None = None,
+    interpret: Any = False,
+) -> Any:
     """**DONATES** under a donating jit. Puts each token's keys and values where the mapping says.
 
     Args:
       kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim].
-      k, v: [num_tokens, num_kv_heads, head_dim] in the pool's dtype.
+      k, v: [num_tokens, num_kv_heads, up to head_dim] in the pool's dtype, or in float32, bfloat16
+        or float16 for a quantised pool. Columns of the pool past theirs become zeros.
       slot_mapping: i32[num_tokens], page * page_size + page offset; an entry outside
         [0, num_pages * page_size) is dropped. Live entries must differ.
+      kv_scales: f32[num_pages, 2, num_kv_heads, page_size] of a pool of float8_e4m3fn or int8:
+        each vector is quantised (`pallas_kernels.quantize`). DONATES it too.
+      implementation: "mosaic_gpu", "mosaic_tpu" or "xla"; None is the best for the device. A named
+        one that cannot do the job raises.
+      interpret: run a Mosaic implementation on the CPU; it has to be named.
 
     Returns:
-      The pool, with the tokens in it.
+      The pool, with the tokens in it; with `kv_scales` (the pool, the scales).
 
     Raises:
       ValueError, TypeError: shapes or dtypes disagree; at trace time.
+      NotImplementedError: the named implementation cannot do this.
     """
-    num_pages, _, num_kv_heads, page_size, head_dim = _check_pool(kv_pages)
+    _check_pool(kv_pages)
     _check_ids("slot_mapping", slot_mapping)
-    expected = (slot_mapping.shape[0], num_kv_heads, head_dim)
-    _check_like("k", k, expected, kv_pages)
-    _check_like("v", v, expected, kv_pages)
-    slots = _past_the_end(slot_mapping, num_pages * page_size)
-    pages, offsets = slots // page_size, slots % page_size
-    new = jnp.stack([k, v], axis=1)  # [num_tokens, 2, num_kv_heads, head_dim]
-    return kv_pages.at[pages, :, :, offsets].set(new, mode="drop")
+    _check_tokens(kv_pages, k, v, slot_mapping.shape[0], quantized=kv_scales is not None)
+    if kv_scales is None:
+        k, v = (_widen(x, kv_pages.shape[4]) for x in (k, v))
+        return _write_vectors(kv_pages, k, v, slot_mapping, implementation, interpret)
+    _check_scales(kv_pages, kv_scales)
+    (k, k_scales), (v, v_scales) = (quantize(x, kv_pages.dtype) for x in (k, v))
+    k, v = (_widen(x, kv_pages.shape[4]) for x in (k, v))
+    kv_pages = _write_vectors(kv_pages, k, v, slot_mapping, implementation, interpret)
+    return kv_pages, _write_xla(kv_scales, k_scales, v_scales, slot_mapping)
 
 
-def copy_pages(kv_pages: jax.Array, src: jax.Array, dst: jax.Array) -> jax.Array:
+def copy_pages(
+    kv_pages: jax.Array,
+    src: jax.Array,
+    dst: jax.Array,
+    *,
+    implementation: str | None = None,
+    interpret: Any = False,
+) -> jax.Array:
     """**DONATES** under a donating jit. Copies whole pages; all reads come before all writes.
 
     Args:
-      kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim].
+      kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim], or scales without the last axis.
       src: i32[n] page ids to copy from; clamped to the pool.
-      dst: i32[n] page ids to copy to; an entry outside [0, num_pages) is dropped.
+      dst: i32[n] page ids to copy to; an entry outside [0, num_pages) is dropped. Live entries
+        must differ. A page may be a source and a destination; not with "mosaic_tpu", which copies
+        pair after pair, so that a program for every device keeps the two apart.
+      implementation, interpret: as for `write_kv`.
 
     Returns:
       The pool, with the copies in it.
 
     Raises:
       ValueError, TypeError: shapes or dtypes disagree; at trace time.
+      NotImplementedError: the named implementation cannot do this.
     """
+    _check_pages_or_scales(kv_pages)
+    _check_ids("src", src)
     if src.shape != dst.shape:
         raise ValueError(f"`dst` must have the shape of `src`, {src.shape}. Got {dst.shape}.")
-    return scatter_pages(kv_pages, dst, gather_pages(kv_pages, src))
+    _check_ids("dst", dst)
+
+    def by_gpu() -> jax.Array:
+        from pallas_kernels.mosaic_gpu_update import copy_pages_gpu
+
+        return copy_pages_gpu(kv_pages, src, dst, interpret=interpret)
+
+    def by_tpu() -> jax.Array:
+        from pallas_kernels.mosaic_tpu_update import copy_pages_tpu
+
+        return copy_pages_tpu(kv_pages, src, dst, interpret=interpret)
+
+    def by_xla() -> jax.Array:
+        return _scatter_xla(kv_pages, dst, _gather_xla(kv_pages, src))
+
+    return _run(kv_pages, implementation, interpret, gpu=by_gpu, tpu=by_tpu, xla=by_xla)
 
 
-def gather_pages(kv_pages: jax.Array, page_ids: jax.Array) -> jax.Array:
+def gather_pages(
+    kv_pages: jax.Array,
+    page_ids: jax.Array,
+    *,
+    implementation: str | None = None,
+    interpret: Any = False,
+) -> jax.Array:
     """Copies pages out of the pool, for swapping out.
 
     Args:
-      kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim].
+      kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim], or scales without the last axis.
       page_ids: i32[n]; clamped to the pool.
+      implementation, interpret: as for `write_kv`; only "xla" exists: it copies whole pages.
 
     Returns:
-      [n, 2, num_kv_heads, page_size, head_dim].
+      [n, 2, num_kv_heads, page_size, head_dim], or scales without the last axis.
 
     Raises:
       ValueError, TypeError: shapes or dtypes disagree; at trace time.
+      NotImplementedError: the named implementation cannot do this.
     """
-    num_pages = _check_pool(kv_pages)[0]
+    _check_pages_or_scales(kv_pages)
     _check_ids("page_ids", page_ids)
-    return kv_pages.at[jnp.clip(page_ids, 0, num_pages - 1)].get(mode="promise_in_bounds")
+    return _run(kv_pages, implementation, interpret, xla=lambda: _gather_xla(kv_pages, page_ids))
 
 
-def scatter_pages(kv_pages: jax.Array, page_ids: jax.Array, pages: jax.Array) -> jax.Array:
+def scatter_pages(
+    kv_pages: jax.Array,
+    page_ids: jax.Array,
+    pages: jax.Array,
+    *,
+    implementation: str | None = None,
+    interpret: Any = False,
+) -> jax.Array:
     """**DONATES** under a donating jit. Puts whole pages into the pool, for swapping in.
 
     Args:
-      kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim].
+      kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim], or scales without the last axis.
       page_ids: i32[n]; an entry outside [0, num_pages) is dropped. Live entries must differ.
-      pages: [n, 2, num_kv_heads, page_size, head_dim] in the pool's dtype.
+      pages: [n, 2, num_kv_heads, page_size, head_dim] in the pool's dtype, or scales likewise.
+      implementation, interpret: as for `write_kv`; only "xla" exists: it copies whole pages.
 
     Returns:
       The pool, with the pages in it.
 
     Raises:
       ValueError, TypeError: shapes or dtypes disagree; at trace time.
+      NotImplementedError: the named implementation cannot do this.
     """
-    num_pages = _check_pool(kv_pages)[0]
+    _check_pages_or_scales(kv_pages)
     _check_ids("page_ids", page_ids)
     _check_like("pages", pages, (page_ids.shape[0], *kv_pages.shape[1:]), kv_pages)
-    return kv_pages.at[_past_the_end(page_ids, num_pages)].set(pages, mode="drop")
+
+    def by_xla() -> jax.Array:
+        return _scatter_xla(kv_pages, page_ids, pages)
+
+    return _run(kv_pages, implementation, interpret, xla=by_xla)
+
+
+def _write_vectors(
+    kv_pages: jax.Array,
+    k: jax.Array,  # [num_tokens, num_kv_heads, head_dim] in the pool's dtype
+    v: jax.Array,
+    slot_mapping: jax.Array,
+    implementation: str | None,
+    interpret: Any,
+) -> jax.Array:
+    def by_gpu() -> jax.Array:
+        from pallas_kernels.mosaic_gpu_update import write_kv_gpu
+
+        return write_kv_gpu(kv_pages, k, v, slot_mapping, interpret=interpret)
+
+    def by_tpu() -> jax.Array:
+        from pallas_kernels.mosaic_tpu_update import write_kv_tpu
+
+        return write_kv_tpu(kv_pages, k, v, slot_mapping, interpret=interpret)
+
+    def by_xla() -> jax.Array:
+        return _write_xla(kv_pages, k, v, slot_mapping)
+
+    return _run(kv_pages, implementation, interpret, gpu=by_gpu, tpu=by_tpu, xla=by_xla)
+
+
+def _run(
+    array: jax.Array,  # the pool, or scales
+    implementation: str | None,
+    interpret: Any,
+    *,
+    xla: Callable[[], jax.Array],
+    gpu: Callable[[], jax.Array] | None = None,
+    tpu: Callable[[], jax.Array] | None = None,
+) -> jax.Array:
+    """By the implementation named, or by the best that can."""
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(
+            f"`implementation` must be None or one of {', '.join(IMPLEMENTATIONS)}. "
+            f"Got {implementation!r}."
+        )
+    if interpret and implementation in (None, "xla"):
+        raise ValueError(
+            f"`interpret` must be used with a Mosaic implementation. Got {implementation!r}: "
+            "name one."
+        )
+    is_scales = array.ndim == 4
+    kernels = {} if is_scales else {"mosaic_gpu": gpu, "mosaic_tpu": tpu}
+    if implementation is None:
+        best = kernels.get(f"mosaic_{traced_platform()}")
+        try:
+            return best() if best is not None else xla()
+        except NotImplementedError:  # what this device or these sizes do not allow
+            return xla()
+    if implementation == "xla" or is_scales:
+        return xla()
+    named = kernels[implementation]
+    if named is None:
+        raise NotImplementedError(
+            f"`implementation` {implementation!r} does not exist for this operation. Use 'xla'."
+        )
+    return named()
+
+
+def _write_xla(
+    pool: jax.Array,  # [num_pages, 2, num_kv_heads, page_size, ...]
+    k: jax.Array,  # [num_tokens, num_kv_heads, ...]
+    v: jax.Array,
+    slot_mapping: jax.Array,
+) -> jax.Array:
+    num_pages, _, _, page_size = pool.shape[:4]
+    slots = _past_the_end(slot_mapping, num_pages * page_size)
+    pages, offsets = slots // page_size, slots % page_size
+    new = jnp.stack([k, v], axis=1)  # [num_tokens, 2, num_kv_heads, ...]
+    return pool.at[pages, :, :, offsets].set(new, mode="drop")
+
+
+def _gather_xla(pool: jax.Array, page_ids: jax.Array) -> jax.Array:
+    ids = jnp.clip(page_ids, 0, pool.shape[0] - 1)
+    return pool.at[ids].get(mode="promise_in_bounds")
+
+
+def _scatter_xla(pool: jax.Array, page_ids: jax.Array, pages: jax.Array) -> jax.Array:
+    return pool.at[_past_the_end(page_ids, pool.shape[0])].set(pages, mode="drop")
+
+
+def _widen(x: jax.Array, head_dim: int) -> jax.Array:
+    """Vectors of a padded pool: zeros after those of x [..., up to head_dim]."""
+    padding = head_dim - x.shape[-1]
+    return x if padding == 0 else jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
 
 
 def _past_the_end(indices: jax.Array, size: int) -> jax.Array:
@@ -98,13 +267,45 @@ def _past_the_end(indices: jax.Array, size: int) -> jax.Array:
     return jnp.where(indices < 0, size, indices)
 
 
-def _check_pool(kv_pages: jax.Array) -> tuple[int, ...]:
+def _check_pool(kv_pages: jax.Array) -> None:
     if kv_pages.ndim != 5 or kv_pages.shape[1] != 2:
         raise ValueError(
             "`kv_pages` must have shape [num_pages, 2, num_kv_heads, page_size, head_dim]. "
             f"Got {kv_pages.shape}."
         )
-    return kv_pages.shape
+
+
+def _check_pages_or_scales(array: jax.Array) -> None:
+    if array.ndim == 4 and array.shape[1] == 2:
+        return
+    _check_pool(array)
+
+
+def _check_scales(kv_pages: jax.Array, kv_scales: jax.Array) -> None:
+    if kv_scales.shape != kv_pages.shape[:4]:
+        raise ValueError(
+            f"`kv_scales` must have the shape of `kv_pages` without the last axis, "
+            f"{kv_pages.shape[:4]}. Got {kv_scales.shape}."
+        )
+    if kv_scales.dtype != jnp.float32:
+        raise TypeError(f"`kv_scales` must be float32. Got {kv_scales.dtype}.")
+
+
+def _check_tokens(
+    kv_pages: jax.Array, k: jax.Array, v: jax.Array, num_tokens: int, *, quantized: bool
+) -> None:
+    if quantized and kv_pages.dtype not in LARGEST:
+        raise TypeError(
+            "`kv_pages` must be float8_e4m3fn or int8 where `kv_scales` is given. "
+            f"Got {kv_pages.dtype}."
+        )
+    _, _, num_kv_heads, _, head_dim = kv_pages.shape
+    width = k.shape[-1] if k.ndim == 3 and k.shape[-1] <= head_dim else head_dim
+    for name, x in (("k", k), ("v", v)):
+        if quantized and x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise TypeError(f"`{name}` must be float32, bfloat16 or float16. Got {x.dtype}.")
+        pool = x if quantized else kv_pages
+        _check_like(name, x, (num_tokens, num_kv_heads, width), pool)
 
 
 def _check_ids(name: str, ids: jax.Array) -> None:

@@ -26,7 +26,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,  # f32[num_q_heads]
     alibi_slopes: ArrayLike | None = None,  # f32[num_q_heads]
-    kv_scales: ArrayLike | None = None,
+    kv_scales: ArrayLike | None = None,  # f32[num_pages, 2, num_kv_heads, page_size]
     max_q_len: int | None = None,
     return_lse: bool = False,
     plan: object = None,
@@ -40,19 +40,18 @@ def paged_attention(
     """
     # Ways to compute, not what to compute.
     del max_q_len, plan, batch_invariant, implementation, interpret
-    if kv_scales is not None:
-        raise NotImplementedError("`kv_scales` (a quantised pool) is not implemented yet.")
     queries = np.asarray(q, np.float64)
     pool = np.asarray(kv_pages)
     table, lens, starts = (np.asarray(a) for a in (page_table, kv_lens, cu_q_lens))
-    num_q_heads, head_dim = queries.shape[1:]
+    num_q_heads, head_dim = queries.shape[1:]  # of a padded pool only the first columns count
     out = np.zeros(queries.shape)
     lse = np.full(queries.shape[:2], -np.inf)
     for s in range(int(np.asarray(num_seqs))):
         first, last = int(starts[s]), int(starts[s + 1])
         if first == last:
             continue
-        k, v = dense_kv(pool, table[s], int(lens[s]))
+        k, v = dense_kv(pool, table[s], int(lens[s]), kv_scales)
+        k, v = k[..., :head_dim], v[..., :head_dim]
         out[first:last], lse[first:last] = dense_attention(
             queries[first:last],
             k,
@@ -68,12 +67,16 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-def dense_kv(pool: Array, row: Array, kv_len: int) -> tuple[Array, Array]:
+def dense_kv(
+    pool: Array, row: Array, kv_len: int, kv_scales: ArrayLike | None = None
+) -> tuple[Array, Array]:
     """K and V f64[kv_len, num_kv_heads, head_dim] of one sequence, position by position."""
     page_size = pool.shape[3]
     positions = np.arange(kv_len)
     pages, offsets = row[positions // page_size], positions % page_size
     kv = pool[pages, :, :, offsets].astype(np.float64)  # [kv_len, 2, num_kv_heads, head_dim]
+    if kv_scales is not None:
+        kv = dequantize(kv, np.asarray(kv_scales)[pages, :, :, offsets])
     return kv[:, 0], kv[:, 1]
 
 
@@ -108,16 +111,56 @@ def dense_attention(
     return out, (peak + np.log(total)).T
 
 
-def write_kv(kv_pages: ArrayLike, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike) -> Array:
-    """A copy of the pool in which token t lies at slot_mapping[t]; past the end: dropped."""
-    pool, keys, values = np.array(kv_pages), np.asarray(k), np.asarray(v)
-    num_pages, page_size = pool.shape[0], pool.shape[3]
-    for t, slot in enumerate(np.asarray(slot_mapping)):
+def write_kv(
+    kv_pages: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    slot_mapping: ArrayLike,
+    *,
+    kv_scales: ArrayLike | None = None,
+    implementation: str | None = None,
+    interpret: object = False,
+) -> Any:
+    """A copy of the pool in which token t lies at slot_mapping[t]; past the end: dropped.
+
+    With `kv_scales` (pool, scales), each vector quantised.
+    """
+    del implementation, interpret  # ways to compute, not what to compute
+    pool, tokens = np.array(kv_pages), np.stack([np.asarray(k), np.asarray(v)], axis=1)
+    num_pages, page_size, width = pool.shape[0], pool.shape[3], tokens.shape[3]
+    scales = np.ones(pool.shape[:4], np.float32) if kv_scales is None else np.array(kv_scales)
+    for token, slot in zip(tokens, np.asarray(slot_mapping), strict=True):
         if 0 <= slot < num_pages * page_size:
             page, offset = divmod(int(slot), page_size)
-            pool[page, 0, :, offset] = keys[t]
-            pool[page, 1, :, offset] = values[t]
-    return pool
+            values = token  # [2, num_kv_heads, head_dim]
+            if kv_scales is not None:
+                values, scales[page, :, :, offset] = quantize(token, pool.dtype)
+            pool[page, :, :, offset, :width] = values
+            pool[page, :, :, offset, width:] = 0
+    return pool if kv_scales is None else (pool, scales)
+
+
+def quantize(x: ArrayLike, dtype: Any) -> tuple[Array, Array]:
+    """`pallas_kernels.quantize`, vector by vector: values in `dtype`, scales f32[...]."""
+    vectors = np.asarray(x).astype(np.float32)
+    values, scales = np.zeros(vectors.shape, dtype), np.ones(vectors.shape[:-1], np.float32)
+    largest = np.float32(127 if np.dtype(dtype) == np.int8 else 448)
+    for at in np.ndindex(scales.shape):
+        vector = vectors[at]
+        if not np.all(np.isfinite(vector)):
+            scales[at] = np.nan
+            continue
+        scale = np.abs(vector).max() * np.float32(1 / float(largest))
+        scales[at] = scale if scale >= 2.0**-126 else 1
+        scaled = np.clip(vector * (np.float32(1) / scales[at]), -largest, largest)
+        # NumPy's rounding and ml_dtypes' cast both go to nearest, ties to even.
+        values[at] = (np.rint(scaled) if np.dtype(dtype) == np.int8 else scaled).astype(dtype)
+    return values, scales
+
+
+def dequantize(values: ArrayLike, scales: ArrayLike) -> Array:
+    """f64[..., head_dim]: what quantised vectors stand for."""
+    return np.asarray(values).astype(np.float64) * np.asarray(scales, np.float64)[..., None]
 
 
 def copy_pages(kv_pages: ArrayLike, src: ArrayLike, dst: ArrayLike) -> Array:
