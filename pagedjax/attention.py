@@ -29,6 +29,8 @@ class Batch:
     slot_mapping: jax.Array  # i32[num_tokens], page * page_size + offset of each new token
     implementation: str | None = field(default=None, metadata={"static": True})
     max_q_len: int | None = field(default=None, metadata={"static": True})  # 1: decode only
+    # Shared runs of pages are read once, where the implementation and the call allow it.
+    cascade: bool = field(default=False, metadata={"static": True})
 
 
 def attend(
@@ -51,7 +53,8 @@ def attend(
 
     Args:
       q: [num_tokens, num_q_heads, head_dim], positions already encoded.
-      k, v: [num_tokens, num_kv_heads, head_dim], in the cache's dtype.
+      k, v: [num_tokens, num_kv_heads, head_dim], in the cache's dtype; of any floating-point
+        dtype if the cache is quantised.
       kv_cache: the pools; layer `layer` is written and read.
       batch: the step's metadata, as the model got it.
       layer: index of this attention layer, 0 <= layer < kv_cache.num_layers.
@@ -71,7 +74,22 @@ def attend(
         raise ValueError(
             f"`layer` must be in [0, {kv_cache.num_layers}), the layers of `kv_cache`. Got {layer}."
         )
-    kv_cache = kv_caches.write(kv_cache, layer, k, v, batch.slot_mapping)
+    kv_cache = kv_caches.write(
+        kv_cache, layer, k, v, batch.slot_mapping, implementation=batch.implementation
+    )
+    plan = None
+    if batch.cascade and sliding_window is None and alibi_slopes is None:
+        plan = pallas_kernels.plan_attention(
+            batch.kv_lens,
+            batch.cu_q_lens,
+            batch.num_seqs,
+            q=q,
+            kv_pages=kv_cache.kv_pages[layer],
+            page_table=batch.page_table,
+            max_q_len=batch.max_q_len,
+            cascade=True,
+            implementation=batch.implementation,
+        )
     out = pallas_kernels.paged_attention(
         q,
         kv_cache.kv_pages[layer],
@@ -84,7 +102,9 @@ def attend(
         soft_cap=soft_cap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        kv_scales=kv_cache.scales(layer),
         max_q_len=batch.max_q_len,
+        plan=plan,
         implementation=batch.implementation,
     )
     return out, kv_cache

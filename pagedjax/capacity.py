@@ -26,11 +26,13 @@ class PageLayout:
     head_dim: int
     page_size: int
     itemsize: int  # bytes of one element of the pages
+    scale_bytes: int = 0  # of each vector in a quantised page
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page in all layers: K and V of `page_size` positions."""
-        per_position = 2 * self.num_kv_heads * self.head_dim * self.itemsize
+        per_vector = self.head_dim * self.itemsize + self.scale_bytes
+        per_position = 2 * self.num_kv_heads * per_vector
         return self.num_layers * self.page_size * per_position
 
     def pages_for(self, num_tokens: int) -> int:

@@ -15,6 +15,14 @@ from pagedjax.errors import ConfigError
 
 type Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
+# kv_cache_dtype as users of vLLM write it -> the dtype's name.
+KV_CACHE_DTYPES = {
+    "auto": "auto",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "int8": "int8",
+}
 ALIASES = {"gpu_memory_utilization": "memory_utilization", "block_size": "page_size"}
 MAX_PAGE_SIZE = 256
 SMALLEST_MIXED_BUCKET = 64  # smaller prompts are padded: a compilation costs more than that
@@ -39,6 +47,9 @@ class EngineConfig:
       num_pages: pages of the pool (the null page included), instead of sizing by memory.
       enable_prefix_caching: keep the pages of finished prompts for requests that begin alike.
       attention_implementation: kernel to use; None: the best for the device.
+      kv_cache_dtype: of pages; "auto" is `dtype`. "fp8" (float8_e4m3fn) and "int8" hold about
+        twice as many tokens, each vector with a scale of its own.
+      cascade_attention: sequences that share a long prefix read it once (Pallas kernels only).
     """
 
     dtype: Dtype = "auto"
@@ -51,6 +62,8 @@ class EngineConfig:
     num_pages: int | None = None
     enable_prefix_caching: bool = True
     attention_implementation: str | None = None
+    kv_cache_dtype: str = "auto"
+    cascade_attention: bool = False
 
     def __post_init__(self) -> None:
         """Checks each option alone; combinations are checked once the rest is known."""
@@ -71,9 +84,15 @@ class EngineConfig:
         named: Any = self.attention_implementation
         if named is not None and not isinstance(named, str):
             raise ConfigError(f"`attention_implementation` must be a name or None. Got {named!r}.")
-        caching: Any = self.enable_prefix_caching
-        if not isinstance(caching, bool):
-            raise ConfigError(f"`enable_prefix_caching` must be true or false. Got {caching!r}.")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"`kv_cache_dtype` must be one of {', '.join(KV_CACHE_DTYPES)}. "
+                f"Got {self.kv_cache_dtype!r}."
+            )
+        for name in ("enable_prefix_caching", "cascade_attention"):
+            value: Any = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"`{name}` must be true or false. Got {value!r}.")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

@@ -2,12 +2,12 @@
 
 Each layer has one array `kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim]` (K = 0,
 V = 1). Page 0 is the null page: zero-filled, never allocated, never written. Layers are separate
-arrays because a pool stacked over layers is copied by XLA when a loop carries it.
+arrays because a pool stacked over layers is copied by XLA when a loop carries it. A quantised cache
+also has scales, one for each vector. head_dim may be larger than the model's, as kernels want it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import jax
@@ -25,9 +25,10 @@ class KVCache:
     donates it, the buffers are reused in place and the old handle raises when it is read.
     """
 
-    kv_pages: tuple[
-        jax.Array, ...
-    ]  # a layer each: [num_pages, 2, num_kv_heads, page_size, head_dim]
+    # A layer each: [num_pages, 2, num_kv_heads, page_size, head_dim].
+    kv_pages: tuple[jax.Array, ...]
+    # Of a quantised cache, a layer each: f32[num_pages, 2, num_kv_heads, page_size].
+    kv_scales: tuple[jax.Array, ...] | None = None
 
     @property
     def num_layers(self) -> int:
@@ -46,8 +47,12 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pools together."""
-        return sum(pool.nbytes for pool in self.kv_pages)
+        """Bytes of all pools together, scales included."""
+        return sum(array.nbytes for array in (*self.kv_pages, *(self.kv_scales or ())))
+
+    def scales(self, layer: int) -> jax.Array | None:
+        """Scales of one layer, or None."""
+        return None if self.kv_scales is None else self.kv_scales[layer]
 
 
 def init_kv_cache(
@@ -59,37 +64,72 @@ def init_kv_cache(
     head_dim: int,
     dtype: jnp.dtype,
 ) -> KVCache:
-    """A zero-filled cache of `num_layers` pools."""
+    """A zero-filled cache of `num_layers` pools; with scales if `dtype` is a quantised one."""
     shape = (num_pages, 2, num_kv_heads, page_size, head_dim)
-    return KVCache(tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)))
+    pools = tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+    if not is_quantized(dtype):
+        return KVCache(pools)
+    return KVCache(pools, tuple(jnp.zeros(shape[:4], jnp.float32) for _ in range(num_layers)))
+
+
+def is_quantized(dtype: jnp.dtype) -> bool:
+    """Whether pages of this dtype have scales."""
+    return jnp.dtype(dtype) in (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8))
 
 
 def write(
-    kv_cache: KVCache, layer: int, k: jax.Array, v: jax.Array, slot_mapping: jax.Array
+    kv_cache: KVCache,
+    layer: int,
+    k: jax.Array,
+    v: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    implementation: str | None = None,
 ) -> KVCache:
     """**DONATES** under jit. Writes k, v `[num_tokens, num_kv_heads, head_dim]` of one layer.
 
     Args:
       slot_mapping: i32[num_tokens], page * page_size + offset; past the pool's end: dropped.
+      implementation: of attention; the kernels of the same family write.
     """
-    pool = pallas_kernels.write_kv(kv_cache.kv_pages[layer], k, v, slot_mapping)
-    return _with_layer(kv_cache, layer, pool)
+    written = pallas_kernels.write_kv(
+        kv_cache.kv_pages[layer],
+        k,
+        v,
+        slot_mapping,
+        kv_scales=kv_cache.scales(layer),
+        implementation=_updates(implementation),
+    )
+    if kv_cache.kv_scales is None:
+        return replace(kv_cache, kv_pages=_replace_layer(kv_cache.kv_pages, layer, written))
+    pages, scales = written
+    return KVCache(
+        _replace_layer(kv_cache.kv_pages, layer, pages),
+        _replace_layer(kv_cache.kv_scales, layer, scales),
+    )
 
 
-def copy(kv_cache: KVCache, src: jax.Array, dst: jax.Array) -> KVCache:
+def copy(
+    kv_cache: KVCache, src: jax.Array, dst: jax.Array, *, implementation: str | None = None
+) -> KVCache:
     """**DONATES** under jit. Copies pages src -> dst in every layer (copy-on-write).
 
     Args:
       src, dst: i32[n] page ids; an entry with `dst >= num_pages` is dropped.
+      implementation: of attention; the kernels of the same family copy.
     """
-    pools = (pallas_kernels.copy_pages(pool, src, dst) for pool in kv_cache.kv_pages)
-    return _with_pools(kv_cache, pools)
+
+    def copied(array: jax.Array) -> jax.Array:
+        return pallas_kernels.copy_pages(array, src, dst, implementation=_updates(implementation))
+
+    return jax.tree.map(copied, kv_cache)
 
 
-def _with_layer(kv_cache: KVCache, layer: int, pool: jax.Array) -> KVCache:
-    pools = kv_cache.kv_pages
-    return _with_pools(kv_cache, (*pools[:layer], pool, *pools[layer + 1 :]))
+def _updates(implementation: str | None) -> str | None:
+    return "xla" if implementation == "reference" else implementation
 
 
-def _with_pools(kv_cache: KVCache, pools: Iterable[jax.Array]) -> KVCache:
-    return replace(kv_cache, kv_pages=tuple(pools))
+def _replace_layer(
+    arrays: tuple[jax.Array, ...], layer: int, new: jax.Array
+) -> tuple[jax.Array, ...]:
+    return (*arrays[:layer], new, *arrays[layer + 1 :])

@@ -109,6 +109,8 @@ class ModelRunner:
         *,
         cache_dtype: jnp.dtype,
         implementation: str | None = None,
+        head_dim: int | None = None,
+        cascade: bool = False,
     ) -> None:
         """Allocates the pool and the sampler's rows; compiles nothing yet.
 
@@ -117,15 +119,17 @@ class ModelRunner:
           config: resolved sizes.
           cache_dtype: of keys and values in pages.
           implementation: of paged attention; None: the best for the device.
+          head_dim: of the pages, at least the model's; None: the model's.
+          cascade: read long prefixes that sequences share once.
         """
         self.model = model
         self._config = config
-        self._implementation = implementation
+        self._static = {"implementation": implementation, "cascade": cascade}
         self._forwards: dict[int, Callable[..., Any]] = {}
         self._samplers: dict[int, Callable[..., Any]] = {}
         self._copy: Callable[[KVCache, Any], KVCache] | None = None
         self._set_row: Callable[..., Any] | None = None
-        self.kv_cache = _new_cache(model, config, cache_dtype)
+        self.kv_cache = _new_cache(model, config, cache_dtype, head_dim or model.head_dim)
         self._sampler = sampling.init_state(config.max_num_seqs, model.vocab_size)
 
     @property
@@ -170,7 +174,7 @@ class ModelRunner:
         """One bucket's forward pass, traced and lowered; what it was compiled from."""
         layout = self.layout(bucket)
         max_q_len = 1 if self._config.is_decode_bucket(bucket) else None
-        static = {"implementation": self._implementation, "max_q_len": max_q_len}
+        static = {**self._static, "max_q_len": max_q_len}
         neutral = np.tile(_neutral_row(self._config), (self._sampler_width(bucket), 1))
         forward = functools.partial(_forward, self.model.merge, layout, static, neutral)
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
@@ -240,7 +244,8 @@ class ModelRunner:
 
     def _compile_updates(self) -> None:
         pairs = np.full((2, self._copy_width), self._config.num_pages, np.int32)
-        copy = jax.jit(_copy_pages, donate_argnums=0).lower(self.kv_cache, pairs).compile()
+        copy_pages = functools.partial(_copy_pages, self._static["implementation"])
+        copy = jax.jit(copy_pages, donate_argnums=0).lower(self.kv_cache, pairs).compile()
         self.kv_cache = copy(self.kv_cache, pairs)
         empty = RowUpdate(0, {}, None, {}, frozenset())
         row = sampling.densify(empty, self.model.vocab_size)
@@ -260,13 +265,15 @@ class ModelRunner:
         return packed
 
 
-def _new_cache(model: FlatModel, config: SchedulerConfig, dtype: jnp.dtype) -> KVCache:
+def _new_cache(
+    model: FlatModel, config: SchedulerConfig, dtype: jnp.dtype, head_dim: int
+) -> KVCache:
     return kv_caches.init_kv_cache(
         num_layers=model.num_layers,
         num_pages=config.num_pages,
         num_kv_heads=model.num_kv_heads,
         page_size=config.page_size,
-        head_dim=model.head_dim,
+        head_dim=head_dim,
         dtype=dtype,
     )
 
@@ -332,9 +339,9 @@ def _neutral_row(config: SchedulerConfig) -> np.ndarray:
     return np.array([*values.values(), 0, 0], np.int32)
 
 
-def _copy_pages(kv_cache: KVCache, pairs: jax.Array) -> KVCache:
+def _copy_pages(implementation: str | None, kv_cache: KVCache, pairs: jax.Array) -> KVCache:
     """**DONATES** the cache. pairs: i32[2, n], sources and destinations."""
-    return kv_caches.copy(kv_cache, pairs[0], pairs[1])
+    return kv_caches.copy(kv_cache, pairs[0], pairs[1], implementation=implementation)
 
 
 def _pack_result(sampled: sampling.Sampled) -> jax.Array:

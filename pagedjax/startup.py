@@ -16,11 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pagedjax import device, environment
+from pagedjax import device, environment, kernel_choice
 from pagedjax.capacity import GIB, PageLayout, PoolSize, pool_budget, size_pool
-from pagedjax.config import EngineConfig, SchedulerConfig, check_page_size
+from pagedjax.config import KV_CACHE_DTYPES, EngineConfig, SchedulerConfig, check_page_size
 from pagedjax.engine import LLMEngine
 from pagedjax.errors import ConfigError
+from pagedjax.kernel_choice import KernelChoice
+from pagedjax.kv_cache import is_quantized
 from pagedjax.models import contract
 from pagedjax.models.contract import FlatModel
 from pagedjax.runner import ModelRunner
@@ -39,6 +41,7 @@ class StartupReport:
     model: str
     device: str
     dtype: str
+    kv_cache_dtype: str
     attention: str  # implementation, and why
     weights_bytes: int
     load_seconds: float
@@ -68,7 +71,7 @@ class StartupReport:
             f"{self.weights_bytes / GIB:.2f} GiB, loaded in {self.load_seconds:.1f} s",
             f"Memory: {self.memory_free_bytes / GIB:.2f} GiB free, "
             f"{self.pool_bytes / GIB:.2f} GiB for the KV cache: {self.num_pages} pages of "
-            f"{self.page_size} tokens, {self.page_bytes:,} bytes a page",
+            f"{self.page_size} tokens in {self.kv_cache_dtype}, {self.page_bytes:,} bytes a page",
             f"KV cache size: {tokens:,} tokens. Maximum concurrency for {self.max_model_len:,} "
             f"tokens per request: {self.max_concurrency:.2f}x",
             f"Attention: {self.attention}. Steps of at most {self.max_num_seqs} sequences and "
@@ -105,15 +108,16 @@ def start_engine(
     started = time.monotonic()
     keep_compiled_steps()
     flat = contract.flatten(model)
-    cache_dtype = flat.dtype if options.dtype == "auto" else jnp.dtype(options.dtype)
+    dtype = flat.dtype if options.dtype == "auto" else jnp.dtype(options.dtype)
+    cache_dtype = _cache_dtype(options, dtype)
     contract.check(flat, cache_dtype)
-    if options.attention_implementation is not None:
-        contract.check_implementation(flat, cache_dtype, options.attention_implementation)
+    page_size = options.page_size or device.defaults().page_size
+    check_page_size(page_size)
+    choice = kernel_choice.choose(flat, cache_dtype, page_size, options.attention_implementation)
+    _check_cascade(options, choice)
     free = device.memory().free
-    config, layout, pool = _resolve(flat, options, facts, cache_dtype)
-    runner = ModelRunner(
-        flat, config, cache_dtype=cache_dtype, implementation=options.attention_implementation
-    )
+    config, layout, pool = _resolve(flat, options, facts, cache_dtype, choice)
+    runner = _runner(flat, config, cache_dtype, choice, options)
     compiling = time.monotonic()
     runner.warm_up(progress)
     now = time.monotonic()
@@ -127,8 +131,9 @@ def start_engine(
     report = StartupReport(
         model=facts.name,
         device=device.name(),
-        dtype=str(cache_dtype),
-        attention=_attention(options),
+        dtype=str(dtype),
+        kv_cache_dtype=str(cache_dtype),
+        attention=str(choice),
         weights_bytes=flat.num_bytes,
         load_seconds=facts.load_seconds,
         memory_free_bytes=free,
@@ -170,13 +175,21 @@ def keep_compiled_steps() -> None:
 
 
 def _resolve(
-    flat: FlatModel, options: EngineConfig, facts: ModelFacts, cache_dtype: jnp.dtype
+    flat: FlatModel,
+    options: EngineConfig,
+    facts: ModelFacts,
+    cache_dtype: jnp.dtype,
+    choice: KernelChoice,
 ) -> tuple[SchedulerConfig, PageLayout, PoolSize]:
     defaults = device.defaults()
     page_size = options.page_size or defaults.page_size
-    check_page_size(page_size)
     layout = PageLayout(
-        flat.num_layers, flat.num_kv_heads, flat.head_dim, page_size, cache_dtype.itemsize
+        flat.num_layers,
+        flat.num_kv_heads,
+        choice.head_dim,
+        page_size,
+        cache_dtype.itemsize,
+        jnp.dtype(jnp.float32).itemsize if is_quantized(cache_dtype) else 0,
     )
     max_num_seqs = options.max_num_seqs or min(
         defaults.max_num_seqs, options.max_num_batched_tokens or defaults.max_num_seqs
@@ -184,7 +197,7 @@ def _resolve(
     model_len = _model_len(options, facts)
     pool = size_pool(
         layout,
-        budget=_budget(flat, options, layout, cache_dtype),
+        budget=_budget(flat, options, layout, cache_dtype, choice),
         model_len=model_len,
         asked_len=options.max_model_len,
         asked_pages=options.num_pages,
@@ -227,13 +240,17 @@ def _model_len(options: EngineConfig, facts: ModelFacts) -> int:
 
 
 def _budget(
-    flat: FlatModel, options: EngineConfig, layout: PageLayout, cache_dtype: jnp.dtype
+    flat: FlatModel,
+    options: EngineConfig,
+    layout: PageLayout,
+    cache_dtype: jnp.dtype,
+    choice: KernelChoice,
 ) -> int:
     """Bytes that the pool may take, before anything is allocated for it."""
     memory = device.memory()
     temporaries = 0
     if device.platform() != "cpu" and options.num_pages is None:
-        temporaries = _step_bytes(flat, options, layout, cache_dtype)
+        temporaries = _step_bytes(flat, options, layout, cache_dtype, choice)
     return pool_budget(
         on_cpu=device.platform() == "cpu",
         free_bytes=memory.free - temporaries,
@@ -243,7 +260,11 @@ def _budget(
 
 
 def _step_bytes(
-    flat: FlatModel, options: EngineConfig, layout: PageLayout, cache_dtype: jnp.dtype
+    flat: FlatModel,
+    options: EngineConfig,
+    layout: PageLayout,
+    cache_dtype: jnp.dtype,
+    choice: KernelChoice,
 ) -> int:
     """Temporaries of the largest step, compiled once over a pool of two pages."""
     defaults = device.defaults()
@@ -257,13 +278,35 @@ def _step_bytes(
         num_pages=2,
         vocab_size=flat.vocab_size,
     )
-    runner = ModelRunner(
-        flat, probe, cache_dtype=cache_dtype, implementation=options.attention_implementation
-    )
+    runner = _runner(flat, probe, cache_dtype, choice, options)
     return runner.temp_bytes(probe.buckets[-1])
 
 
-def _attention(options: EngineConfig) -> str:
-    if options.attention_implementation is not None:
-        return f"{options.attention_implementation} (asked for)"
-    return f"xla (the portable one; device is a {device.platform().upper()})"
+def _runner(
+    flat: FlatModel,
+    config: SchedulerConfig,
+    cache_dtype: jnp.dtype,
+    choice: KernelChoice,
+    options: EngineConfig,
+) -> ModelRunner:
+    return ModelRunner(
+        flat,
+        config,
+        cache_dtype=cache_dtype,
+        implementation=choice.implementation,
+        head_dim=choice.head_dim,
+        cascade=options.cascade_attention,
+    )
+
+
+def _cache_dtype(options: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
+    name = KV_CACHE_DTYPES[options.kv_cache_dtype]
+    return dtype if name == "auto" else jnp.dtype(name)
+
+
+def _check_cascade(options: EngineConfig, choice: KernelChoice) -> None:
+    if options.cascade_attention and not choice.implementation.startswith("mosaic"):
+        raise ConfigError(
+            f"`cascade_attention` must be used with the Pallas kernels (mosaic_gpu, mosaic_tpu). "
+            f"Got attention through {choice}."
+        )

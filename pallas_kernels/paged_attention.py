@@ -112,7 +112,7 @@ def paged_attention(
         max_q_len=max_q_len,
         batch_invariant=batch_invariant,
     )
-    _check_interpret(chosen, interpret)
+    _check_runs(chosen, interpret)
     if plan is not None:
         _check_plan(plan, problem)
     arrays = (q, kv_pages, page_table, kv_lens, cu_q_lens, num_seqs)
@@ -284,10 +284,16 @@ def _check_plan(plan: Any, problem: Problem) -> None:
     plan.check(problem)
 
 
-def _check_interpret(chosen: str, interpret: Any) -> None:
-    if interpret and not chosen.startswith("mosaic"):
+def _check_runs(chosen: str, interpret: Any) -> None:
+    mosaic, here = chosen.startswith("mosaic"), traced_platform()
+    if interpret and not mosaic:
         raise ValueError(
             f"`interpret` must be used with a Mosaic implementation. Got {chosen!r}: name one."
+        )
+    if mosaic and not interpret and _MOSAIC.get(here) != chosen:
+        raise NotImplementedError(
+            f"`implementation` {chosen!r} does not run on a {here.upper()}. Use 'xla', or "
+            f"interpret=True, which is slow and meant for tests."
         )
 
 

@@ -176,7 +176,18 @@ def _add_engine(made: Parser) -> None:
     group.add_argument(
         "--attention-implementation",
         metavar="NAME",
-        help="the kernel (default: the best one for the device)",
+        help="the kernel: mosaic_gpu, mosaic_tpu or xla (default: the best one for the device)",
+    )
+    group.add_argument(
+        "--kv-cache-dtype",
+        metavar="TYPE",
+        help="of keys and values in pages: auto (default), fp8 or int8; the last two hold about "
+        "twice as many tokens",
+    )
+    group.add_argument(
+        "--cascade-attention",
+        action="store_true",
+        help="sequences that share a long prefix read it once (Pallas kernels only)",
     )
 
 

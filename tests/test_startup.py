@@ -193,6 +193,7 @@ REPORT = StartupReport(
     model="Tiny",
     device="cpu x2",
     dtype="float32",
+    kv_cache_dtype="float32",
     attention="xla (asked for)",
     weights_bytes=3 * 2**29,
     load_seconds=1.25,
@@ -215,8 +216,8 @@ REPORT = StartupReport(
 def test_the_report_says_what_was_decided() -> None:
     assert REPORT.lines() == [
         "Model Tiny in float32 on cpu x2: weights 1.50 GiB, loaded in 1.2 s",
-        "Memory: 8.00 GiB free, 1.00 GiB for the KV cache: 1001 pages of 16 tokens, "
-        "1,048,576 bytes a page",
+        "Memory: 8.00 GiB free, 1.00 GiB for the KV cache: 1001 pages of 16 tokens "
+        "in float32, 1,048,576 bytes a page",
         "KV cache size: 16,000 tokens. Maximum concurrency for 4,000 tokens per request: 4.00x",
         "Attention: xla (asked for). Steps of at most 8 sequences and 512 tokens",
         "Compiled 7 programs for steps of [2, 4, 8, 16] tokens in 3.0 s "

@@ -9,6 +9,7 @@ in a small dataclass, say).
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from flax import nnx
 
 from pagedjax.attention import Batch
 from pagedjax.errors import ConfigError
-from pagedjax.kv_cache import KVCache
+from pagedjax.kv_cache import KVCache, init_kv_cache
 
 _SIZES = ("num_layers", "num_kv_heads", "head_dim", "vocab_size")
 _PROBE_TOKENS, _PROBE_SEQS, _PROBE_PAGES, _PROBE_PAGE_SIZE = 6, 4, 3, 16
@@ -94,14 +95,27 @@ def check(model: FlatModel, cache_dtype: jnp.dtype) -> None:
     _check_cache(cache, new_cache, untouched)
 
 
-def check_implementation(model: FlatModel, cache_dtype: jnp.dtype, name: str) -> None:
+def check_implementation(
+    model: FlatModel,
+    cache_dtype: jnp.dtype,
+    name: str,
+    *,
+    page_size: int = _PROBE_PAGE_SIZE,
+    head_dim: int | None = None,
+) -> None:
     """Traces a model that passed `check` with the implementation of attention that was asked for.
+
+    Args:
+      model, cache_dtype: as for `check`.
+      name: of the implementation.
+      page_size, head_dim: of the pool; None: the model's.
 
     Raises:
       ConfigError: there is none of that name, or it cannot do what the model asks.
     """
+    cache = _abstract_cache(model, cache_dtype, page_size, head_dim)
     try:
-        _trace(model, _abstract_cache(model, cache_dtype), _abstract_batch(name), [])
+        _trace(model, cache, _abstract_batch(name), [])
     except Exception as error:
         raise ConfigError(
             f"`attention_implementation` must be one that can run this model here. Got {name!r}: "
@@ -155,10 +169,22 @@ def _main_dtype(leaves: Any) -> jnp.dtype:
     return sizes.most_common(1)[0][0] if sizes else jnp.dtype(jnp.float32)
 
 
-def _abstract_cache(model: FlatModel, dtype: jnp.dtype) -> KVCache:
-    shape = (_PROBE_PAGES, 2, model.num_kv_heads, _PROBE_PAGE_SIZE, model.head_dim)
-    pool = jax.ShapeDtypeStruct(shape, dtype)
-    return KVCache(tuple(pool for _ in range(model.num_layers)))  # pyright: ignore[reportArgumentType]
+def _abstract_cache(
+    model: FlatModel,
+    dtype: jnp.dtype,
+    page_size: int = _PROBE_PAGE_SIZE,
+    head_dim: int | None = None,
+) -> KVCache:
+    make = functools.partial(
+        init_kv_cache,
+        num_layers=model.num_layers,
+        num_pages=_PROBE_PAGES,
+        num_kv_heads=model.num_kv_heads,
+        page_size=page_size,
+        head_dim=head_dim or model.head_dim,
+        dtype=dtype,
+    )
+    return jax.eval_shape(make)
 
 
 def _abstract_batch(implementation: str | None) -> Batch:

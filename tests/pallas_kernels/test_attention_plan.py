@@ -318,7 +318,10 @@ def test_a_plan_for_another_problem_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"made for sliding_window 8 \(now None\)"):
         pallas_kernels.paged_attention(
-            *batch.arrays, plan=make(sliding_window=8), implementation="mosaic_gpu"
+            *batch.arrays,
+            plan=make(sliding_window=8),
+            implementation="mosaic_gpu",
+            interpret=True,
         )
     with pytest.raises(NotImplementedError, match="`cascade` does not work with `sliding_window`"):
         make(sliding_window=8, cascade=True)
