@@ -51,7 +51,7 @@ def assert_no_gpu_race() -> None:
 def assert_no_tpu_race() -> None:
     """The last interpreted TPU kernel had no race."""
     assert tpu.races is not None
-    assert not tpu.races.races_found
+    assert not tpu.races.races_found, "a race was found; see the log"
 
 
 def interpret_mma() -> None:
