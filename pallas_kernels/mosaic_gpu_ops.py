@@ -11,26 +11,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+F16_TOP = 2.0**14  # queries of a quantised pool are scaled to about this, well inside float16
+
 
 def interpret_params(interpret: Any) -> Any:
     """The `interpret` of a kernel call; True means the strictest there is: races are errors."""
     return plgpu.InterpretGPUParams(detect_races=True) if interpret is True else interpret
 
 
-def tiled(dtype: Any, width: int) -> tuple[Any, Any]:
+def tiled(dtype: Any, width: int, most: int = 128) -> tuple[Any, Any]:
     """Transforms of a shared-memory matrix [rows, width] that wgmma, mma and TMA all read.
 
-    Rows of `width` elements (a multiple of 64 bytes) are swizzled by the widest pattern that fits.
+    Rows of `width` elements (a multiple of 64 bytes) are swizzled by the widest pattern, in bytes,
+    that fits and is not above `most`. A slice of columns must be a multiple of that pattern.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = 128 if width * itemsize % 128 == 0 else 64
+    swizzle = most if width * itemsize % most == 0 else 64
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))
     return tiling, plgpu.SwizzleTransform(swizzle)
 
 
-def tiled_smem(shape: tuple[int, ...], dtype: Any) -> Any:
+def tiled_smem(shape: tuple[int, ...], dtype: Any, most: int = 128) -> Any:
     """Shared memory for matrices `shape[-2:]` in the layout of `tiled`."""
-    return plgpu.SMEM(shape, dtype, transforms=tiled(dtype, shape[-1]))
+    return plgpu.SMEM(shape, dtype, transforms=tiled(dtype, shape[-1], most))
 
 
 def store_small(target: Any, value: jax.Array) -> None:
@@ -106,9 +109,14 @@ def copy_to_smem(source: Any, target: Any, barrier: Any) -> None:
         plgpu.copy_gmem_to_smem(source, target, barrier)
 
 
-def store_narrow(target: Any, value: jax.Array) -> None:
-    """Writes less than a cache line of GMEM, which JAX 0.12 refuses unless told that it is so."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(target, value, optimized=False)
-    else:
-        target[...] = value
+def to_float16(q_tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """q as float16 and f32[heads, num_tiles, rows], a power of two that undoes its scaling.
+
+    Scaled by powers of two row by row, so neither large nor small values leave float16's range, and
+    a row does not depend on any other.
+    """
+    q = q_tiles.astype(jnp.float32)
+    peak = jnp.max(jnp.abs(q), axis=-1)
+    _, exponent = jnp.frexp(jnp.where(peak > 0, peak, 1.0))
+    up = jnp.ldexp(jnp.float32(F16_TOP), -exponent)  # largest value becomes 2**13 .. 2**14
+    return (q * up[..., None]).astype(jnp.float16), 1 / up
