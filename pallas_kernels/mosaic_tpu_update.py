@@ -20,7 +20,7 @@ MAX_TOKENS = 2**15  # of one call of the kernel: each takes 12 bytes of the scal
 RING_BYTES = 8 * 2**20  # of vector memory for pages in flight
 MAX_PAGE_BYTES = 4 * 2**20  # of a page: two are in flight, each with its new tokens
 VMEM_LIMIT = 48 * 2**20
-TURNED = 32  # rows of a token (heads of K and of V) that are put into their page together
+TURNED = 32  # bytes of a column of a token (heads of K and of V) that go into a page together
 COPIES = 8  # page copies in flight
 RUN_WORDS = 5  # of a run in flight: the fields of `_Run` but the last
 PAGE = 1  # its page
@@ -300,7 +300,8 @@ def _merge(refs: _Refs, run: _Run) -> None:
 
     @pl.when(run.length > 1)
     def _() -> None:
-        heads = TURNED if all_heads % TURNED == 0 else all_heads
+        some = TURNED // refs.page.dtype.itemsize  # whole tiles, whatever the dtype
+        heads = some if all_heads % some == 0 else all_heads
         lax.fori_loop(0, all_heads // heads, lambda i, _: turn(pl.ds(i * heads, heads)), None)
 
 
