@@ -276,10 +276,15 @@ def _scratch(static: _Static, pool_dtype: Any) -> dict[str, Any]:
         static.consumers,
     )
     arrivals = static.copies * (2 if static.quantised else 1)
+    kv_smem = plgpu.SMEM(
+        (stages, tile, dim),
+        pool_dtype,
+        transforms=ops.tiled(pool_dtype, _tile_width(dim) if static.quantised else dim),
+    )
     scratch = {
         "q_s": ops.tiled_smem((consumers, WG_ROWS, dim), static.dtype),  # later O
-        "k_s": ops.tiled_smem((stages, tile, dim), pool_dtype),
-        "v_s": ops.tiled_smem((stages, tile, dim), pool_dtype),
+        "k_s": kv_smem,
+        "v_s": kv_smem,
         "q_full": plgpu.Barrier(num_arrivals=2 if static.alibi else 1, num_barriers=consumers),
         "k_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         "v_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
@@ -298,6 +303,11 @@ def _scratch(static: _Static, pool_dtype: Any) -> dict[str, Any]:
         scratch["k_scale_s"] = plgpu.SMEM((stages, tile), jnp.float32)
         scratch["v_scale_s"] = plgpu.SMEM((stages, tile), jnp.float32)
     return scratch
+
+
+def _tile_width(head_dim: int) -> int:
+    """Columns of 8-bit values that a consumer converts at once; fewer where O takes the registers."""
+    return 128 if head_dim == 128 else 64
 
 
 class _Kernel:
@@ -420,7 +430,7 @@ class _Kernel:
 
     def write(self, i: jax.Array, wg: jax.Array, state: _State) -> None:
         """Normalises and stores O and the lse of item i."""
-        static = self.static
+        static, wg = self.static, _fresh(wg)
         rows = pl.ds(wg * WG_ROWS, WG_ROWS)
         total = jnp.where(state.total == 0, 1.0, state.total)
         peak = jnp.where(state.peak == -math.inf, 0.0, state.peak)
@@ -520,7 +530,9 @@ class _Tiles:
             s = rule.soft_cap - (2 * rule.soft_cap) * jnp.exp2(grown * -LOG2_E)
         if self.static.alibi:
             slope = _load(self.smem["slope_s"].at[self.wg], _PER_ROW)
-            distance = self.kv_positions(t, shape) - self.q_positions(shape)
+            distance = _over_rows(self.kv_positions(t)) - _over_columns(
+                self.q_positions(), shape[1]
+            )
             s = s + _over_columns(slope, shape[1]) * distance.astype(jnp.float32)
         start = t * self.static.kv_tile
         masked = start + (self.static.kv_tile - 1) > self.low
@@ -530,30 +542,30 @@ class _Tiles:
 
     def mask(self, t: jax.Array, s: jax.Array) -> jax.Array:
         """-inf where a row does not see a position."""
-        kv, q = self.kv_positions(t, s.shape), self.q_positions(s.shape)
-        seen = kv <= jnp.minimum(q, self.item.kv_end - 1)
-        if self.static.rule.sliding_window is not None:
-            seen &= kv > q - self.static.rule.sliding_window
+        kv, q = _over_rows(self.kv_positions(t)), self.q_positions()
+        seen = kv <= _over_columns(jnp.minimum(q, self.item.kv_end - 1), s.shape[1])
+        window = self.static.rule.sliding_window
+        if window is not None:
+            seen &= kv > _over_columns(q - window, s.shape[1])
         return jnp.where(seen, s, -math.inf)
 
-    def kv_positions(self, t: jax.Array, shape: tuple[int, int]) -> jax.Array:
-        """i32[shape], of the columns."""
-        column = _fresh(plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_L))
+    def kv_positions(self, t: jax.Array) -> jax.Array:
+        """i32[kv_tile], of the columns of S."""
+        column = _fresh(_iota(self.static.kv_tile, _PER_COLUMN))
         return column + t * self.static.kv_tile
 
-    def q_positions(self, shape: tuple[int, int]) -> jax.Array:
-        """i32[shape], of the rows."""
-        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_L) + self.row
+    def q_positions(self) -> jax.Array:
+        """i32[WG_ROWS], of the rows of S."""
+        row = _iota(WG_ROWS, _PER_ROW) + self.row
         group = self.static.shape.group
         return (row if group == 1 else lax.div(row, jnp.int32(group))) + self.item.position
 
     def scale_p(self, t: jax.Array, p: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
         """P times the scales of V, over the largest of the tile: what f16 can hold; and that."""
-        kv = self.kv_positions(t, p.shape)
-        scales = jnp.where(kv < self.item.kv_end, _over_rows(scale), 0.0)
-        largest = scales.max(axis=1)
+        scale = jnp.where(self.kv_positions(t) < self.item.kv_end, scale, 0.0)
+        largest = _over_rows(scale).max(axis=1)
         unit = jnp.where(largest > 0, largest, 1.0)
-        return p * (scales * _over_columns(1.0 / unit, p.shape[1])), unit
+        return p * _over_columns(1.0 / unit, p.shape[1]) * _over_rows(scale), unit
 
     def add_values(self, acc: jax.Array, p: jax.Array, v: Any) -> jax.Array:
         """acc + p @ v, p as 16-bit numbers whose sum it is."""
@@ -616,7 +628,7 @@ class _Tiles:
         """A tile of 8-bit values as float16, rows from `left` on zero; its scales f32[kv_tile]."""
         source = self.smem[f"{name}_s"].at[slot]
         target = self.smem[f"{name}16_s"].at[_fresh(jnp.int32(0))]
-        width = 128 if self.static.head_dim % 128 == 0 else 64
+        width = _tile_width(self.static.head_dim)
 
         def convert(rows: Any, columns: Any, first_row: int) -> None:
             raw = plgpu.load(source.at[rows, columns], layout=_UPCAST)
@@ -662,6 +674,10 @@ def _fresh(x: jax.Array) -> jax.Array:
 
 def _load(ref: Any, layout: Any) -> jax.Array:
     return plgpu.load(ref, layout=layout)
+
+
+def _iota(length: int, layout: Any) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (length,), 0, layout=layout)
 
 
 def _row_vector(value: float) -> jax.Array:
