@@ -1,15 +1,20 @@
-# The project's virtual environment, for the scripts beside this file. To be sourced.
+# The project's virtual environments, for the scripts beside this file. To be sourced.
 #
-# Owns `.venv`: finds a Python, makes the environment, installs the project with the pins of
+# Owns `.venv` (and others, by `use_venv`): finds a Python, makes the environment, installs the project with the pins of
 # constraints.txt, and skips what is already done. Knows nothing of tests or models. Works in bash
 # 3.2 (macOS) too. Everything it prints goes to stderr; it ends the script with status 2 when the
 # machine lacks something that only the user can add.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
-VENV="$ROOT/.venv"
-VENV_PYTHON="$VENV/bin/python"
-STATE="$VENV/.pagedjax" # what was installed, and for which checkout
-LOG="$STATE/install.log"
+
+# use_venv NAME: the environment that the functions below make and fill.
+use_venv() {
+  VENV="$ROOT/$1"
+  VENV_PYTHON="$VENV/bin/python"
+  STATE="$VENV/.pagedjax" # what was installed, and for which checkout
+  LOG="$STATE/install.log"
+}
+use_venv .venv
 
 # Settings of the surrounding shell that would make pip or Python look elsewhere. Those that tell
 # pip where packages come from (index, proxy, certificates) are the user's business and stay.
@@ -98,7 +103,7 @@ uv"; fi
     if [ -n "$candidate" ] && create_venv "$candidate"; then
       mkdir -p "$STATE"
       printf '%s\n' "$ROOT" >"$STATE/root"
-      say "Made .venv with $("$VENV_PYTHON" -V) ($candidate)"
+      say "Made ${VENV##*/} with $("$VENV_PYTHON" -V) ($candidate)"
       return
     fi
     rm -rf "$VENV"
@@ -113,7 +118,7 @@ ensure_venv() {
   local home
   home="$(cat "$STATE/root" 2>/dev/null || true)"
   if [ "$home" != "$ROOT" ] || ! venv_works; then
-    if [ -e "$VENV" ]; then say "Rebuilding .venv: it is unfinished, broken or was moved"; fi
+    if [ -e "$VENV" ]; then say "Rebuilding ${VENV##*/}: it is unfinished, broken or was moved"; fi
     rebuild_venv
   fi
 }

@@ -1,0 +1,163 @@
+"""What is compiled: the problems that the engine can bring to a kernel, or a covering sample.
+
+Owns the lists; needs no JAX, so that a parent process can count what its children compile.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tests.aot.targets import TARGETS, Target
+
+type What = Literal["decode", "prefill", "write_kv", "copy_pages", "step"]
+type Level = Literal["sample", "pairs", "all"]
+
+PAGE_SIZES = (8, 16, 32, 64, 128)
+GROUPS = (1, 2, 4, 7, 8, 16)
+OPTIONS = ("none", "window", "cap", "slopes")
+QUANTISED = ("float8_e4m3fn", "int8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One program. Fields that do not matter to `what` are at their defaults."""
+
+    what: What
+    page_size: int = 64
+    head_dim: int = 128
+    group: int = 4
+    dtype: str = "bfloat16"
+    split: bool = False
+    option: str = "none"
+    num_tokens: int = 64
+
+    @property
+    def name(self) -> str:
+        """For people; unique."""
+        parts = [self.what, f"P{self.page_size}", f"D{self.head_dim}", self.dtype]
+        if self.what in ("decode", "prefill"):
+            parts += [f"G{self.group}", "split" if self.split else "whole", self.option]
+        return " ".join([*parts, f"T{self.num_tokens}"])
+
+    @property
+    def is_attention(self) -> bool:
+        """True for the kernels that attend, alone."""
+        return self.what in ("decode", "prefill")
+
+
+def cases(target: Target, level: Level = "sample") -> list[Case]:
+    """Programs to compile for a chip.
+
+    Args:
+      level: "pairs": attention in so many configurations that every pair of two options' values
+        occurs; "sample": these are dealt to decode and prefill of the chips that run the same
+        kernels, and a few are compiled for all; "all": every combination (hours).
+    """
+    if level == "sample":
+        share = _share(target)
+        decode, prefill = _COMMON + share[::2], _COMMON + share[1::2]
+    else:
+        decode = list(product(_axes(target)) if level == "all" else pairwise(_axes(target)))
+        prefill = decode
+    found = [Case(what="decode", num_tokens=64, **point) for point in decode]
+    found += [Case(what="prefill", num_tokens=2048, **point) for point in prefill]
+    found = [case for case in found if _is_served(target, case)]
+    return list(dict.fromkeys([*found, *_updates(target), *_steps(target)]))
+
+
+def family(target: Target) -> list[Target]:
+    """Chips that run the same attention kernels."""
+
+    def kernels(chip: Target) -> str:
+        if not chip.is_gpu:
+            return "tpu"
+        return "wgmma" if chip.architecture == "sm_90a" else "mma"
+
+    return [chip for chip in TARGETS.values() if kernels(chip) == kernels(target)]
+
+
+def dtypes(target: Target) -> tuple[str, ...]:
+    """Of pools that the kernels serve on a chip."""
+    if not target.is_gpu:
+        return ("bfloat16", "float32", *QUANTISED)
+    if target.architecture == "sm_80":  # it cannot convert from float8
+        return ("bfloat16", "float16", "int8")
+    return ("bfloat16", "float16", *QUANTISED)
+
+
+def _is_served(target: Target, case: Case) -> bool:
+    """False for what the kernels say they cannot do on a chip (`NotImplementedError`)."""
+    if case.dtype not in dtypes(target):
+        return False
+    width = {"bfloat16": 2, "float16": 2, "float32": 4}.get(case.dtype, 1)
+    slab = case.page_size * case.head_dim * width  # one head's keys in a page
+    return slab >= 1024 or target.architecture not in ("sm_80", "sm_89")
+
+
+_COMMON: list[dict[str, Any]] = [{}, {"head_dim": 256, "dtype": "int8"}]
+
+
+def _axes(target: Target) -> dict[str, tuple[Any, ...]]:
+    every = dict.fromkeys(dtype for chip in family(target) for dtype in dtypes(chip))
+    return {
+        "page_size": PAGE_SIZES,
+        "head_dim": (64, 128, 256) if target.is_gpu else (128, 256),
+        "group": GROUPS,
+        "dtype": tuple(every),
+        "option": OPTIONS,
+        "split": (True, False) if target.is_gpu else (False,),
+    }
+
+
+def _share(target: Target) -> list[dict[str, Any]]:
+    """What of the pairs of its family falls to a chip: each to one that serves the dtype."""
+    mine = []
+    load = dict.fromkeys([chip.name for chip in family(target)], 0)
+    for point in pairwise(_axes(target)):
+        able = [chip.name for chip in family(target) if point["dtype"] in dtypes(chip)]
+        least = min(able, key=load.__getitem__)
+        load[least] += 1
+        if least == target.name:
+            mine.append(point)
+    return mine
+
+
+def _updates(target: Target) -> Iterator[Case]:
+    yield Case(what="copy_pages", num_tokens=32)
+    for dtype in dtypes(target):
+        yield Case(what="write_kv", dtype=dtype)
+    yield Case(what="write_kv", page_size=8, num_tokens=2048)
+    yield Case(what="write_kv", page_size=128, head_dim=256, num_tokens=2048)
+    yield Case(what="copy_pages", page_size=8, dtype="int8", num_tokens=32)
+
+
+def _steps(target: Target) -> Iterator[Case]:
+    page_size = 64 if target.is_gpu else 128
+    yield Case(what="step", page_size=page_size, num_tokens=64)  # a decode bucket
+    if target.name in ("h200", "v5e"):
+        yield Case(what="step", page_size=page_size, num_tokens=512)  # a mixed one
+
+
+def product(axes: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    """Every combination of the axes' values."""
+    for values in itertools.product(*axes.values()):
+        yield dict(zip(axes, values, strict=True))
+
+
+def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Few combinations in which every pair of values of two axes occurs.
+
+    Greedy and deterministic: of all combinations the one with the most new pairs, again and again.
+    """
+    points = list(product(axes))
+    pairs = [frozenset(itertools.combinations(point.items(), 2)) for point in points]
+    missing = frozenset().union(*pairs)
+    chosen = []
+    while missing:
+        best = max(range(len(points)), key=lambda i: len(pairs[i] & missing))
+        chosen.append(points[best])
+        missing -= pairs[best]
+    return chosen
