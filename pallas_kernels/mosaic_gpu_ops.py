@@ -58,6 +58,20 @@ def wgmma_sum(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Array:
     return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
 
 
+def wgmma_onto(acc: jax.Array, *pairs: tuple[Any, Any]) -> jax.Array:
+    """acc + the sum of a @ b over `pairs`, without a second accumulator; a may be in registers.
+
+    Interpret mode has neither.
+    """
+
+    def body(acc_ref: Any) -> None:
+        for a, b in pairs:
+            plgpu.wgmma(acc_ref, a, b)
+
+    product: Any = pl.run_state(body)(plgpu.ACC.init(acc))
+    return product
+
+
 def tile_pages(
     page_table: Any,  # GMEM ref i32[max_seqs, pages_per_seq]
     seq: jax.Array,  # i32[]
@@ -98,6 +112,41 @@ def copy_tile(
     for i, page in enumerate(pages):
         part = target.at[pl.ds(i * page_size, page_size)]
         copy_to_smem(source(page), part, barrier)
+
+
+def scale_smem(stages: int, kv_tile: int, page_size: int) -> Any:
+    """Shared memory for the scales of the tiles of a ring, one row a copy: see `copy_scales`."""
+    copies = max(1, kv_tile // page_size)
+    return plgpu.SMEM((stages, copies, max(kv_tile // copies, 32)), jnp.float32)
+
+
+def copy_scales(
+    pages: tuple[jax.Array, ...],  # i32[] each, of `tile_pages`
+    tile: jax.Array,  # i32[]
+    source: Any,  # page id -> GMEM ref f32[page_size] of one head's K or V
+    target: Any,  # SMEM ref f32[copies, 32 or more], of `scale_smem`
+    kv_tile: int,
+    barrier: Any,  # as in `copy_tile`
+) -> None:
+    """Starts the copies of a KV tile's scales.
+
+    TMA writes to multiples of 128 bytes only, so the scales of small pages lie apart. Nothing but
+    the hardware would notice if they did not.
+    """
+    page_size = source(pages[0]).shape[0]
+    if page_size > kv_tile:
+        copy_tile(pages, tile, source, target.at[0, pl.ds(0, kv_tile)], barrier)
+        return
+    for i, page in enumerate(pages):
+        copy_to_smem(source(page), target.at[i, pl.ds(0, page_size)], barrier)
+
+
+def load_scales(source: Any, kv_tile: int, layout: Any) -> jax.Array:
+    """f32[kv_tile] of what `copy_scales` copied to `source`."""
+    copies = source.shape[0]
+    each = pl.ds(0, kv_tile // copies)
+    parts = [plgpu.load(source.at[i, each], layout=layout) for i in range(copies)]
+    return parts[0] if copies == 1 else jnp.concatenate(parts)
 
 
 def copy_to_smem(source: Any, target: Any, barrier: Any) -> None:

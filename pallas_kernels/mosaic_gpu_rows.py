@@ -111,8 +111,7 @@ def attend_rows(
     """Attention of every item of `work`, each normalised by itself.
 
     Args:
-      q_tiles: [heads, num_tiles, rows, head_dim], packed token-major; bfloat16 or float16. With a
-        quantised pool it is rounded to float16, whose limit is 65504.
+      q_tiles: [heads, num_tiles, rows, head_dim], packed token-major; bfloat16 or float16.
       kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim], of the dtype of `q_tiles`,
         float8_e4m3fn or int8.
       page_table: i32[max_seqs, pages_per_seq].
@@ -154,7 +153,10 @@ def attend_rows(
         _check_chip(static)
     passes = q_tiles.shape[0] // kv_pages.shape[2]
     num_items = work.items.shape[0]
-    options = {"slopes": slopes, "kv_scales": kv_scales}
+    unscale = None
+    if static.quantised:
+        q_tiles, unscale = ops.to_float16(q_tiles)
+    options = {"slopes": slopes, "kv_scales": kv_scales, "unscale": unscale}
     given = {name: array for name, array in options.items() if array is not None}
 
     def body(*refs: Any, **scratch: Any) -> None:
@@ -179,7 +181,7 @@ def attend_rows(
         compiler_params=plgpu.CompilerParams(approx_math=True),  # exp2, log2: to 1e-7
         interpret=ops.interpret_params(interpret),
     )(
-        q_tiles.astype(static.dtype),
+        q_tiles,
         kv_pages,
         page_table,
         work.items,
@@ -202,7 +204,7 @@ def _smem_bytes(static: _Static) -> int:
     )
     total = 2 * rows * dim + 2 * stages * tile * dim * (1 if static.quantised else 2)
     if static.quantised:
-        total += 2 * 2 * tile * dim + 2 * 4 * stages * tile
+        total += 2 * 2 * tile * dim + 2 * 4 * stages * max(tile, 32 * static.copies)
     if static.p_in_smem:
         total += static.parts * 2 * rows * tile
     return total + _BARRIER_BYTES
@@ -285,7 +287,9 @@ def _scratch(static: _Static, pool_dtype: Any) -> dict[str, Any]:
         "q_s": ops.tiled_smem((consumers, WG_ROWS, dim), static.dtype),  # later O
         "k_s": kv_smem,
         "v_s": kv_smem,
-        "q_full": plgpu.Barrier(num_arrivals=2 if static.alibi else 1, num_barriers=consumers),
+        "q_full": plgpu.Barrier(
+            num_arrivals=1 + static.alibi + static.quantised, num_barriers=consumers
+        ),
         "k_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         "v_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         "k_free": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
@@ -300,13 +304,14 @@ def _scratch(static: _Static, pool_dtype: Any) -> dict[str, Any]:
     if static.quantised:
         scratch["k16_s"] = ops.tiled_smem((1, tile, dim), static.dtype)
         scratch["v16_s"] = ops.tiled_smem((1, tile, dim), static.dtype)
-        scratch["k_scale_s"] = plgpu.SMEM((stages, tile), jnp.float32)
-        scratch["v_scale_s"] = plgpu.SMEM((stages, tile), jnp.float32)
+        scratch["k_scale_s"] = ops.scale_smem(stages, tile, static.page_size)
+        scratch["v_scale_s"] = ops.scale_smem(stages, tile, static.page_size)
+        scratch["unscale_s"] = plgpu.SMEM((consumers, WG_ROWS), jnp.float32)
     return scratch
 
 
 def _tile_width(head_dim: int) -> int:
-    """Columns of 8-bit values that a consumer converts at once; fewer where O takes the registers."""
+    """Columns that a consumer converts at once; fewer where O takes the registers."""
     return 128 if head_dim == 128 else 64
 
 
@@ -396,7 +401,8 @@ class _Kernel:
         ops.copy_tile(pages, t, lambda page: pool.at[page, kind, kv_head], target, full)
         if self.static.quantised:
             scales, target = self.gmem["kv_scales"], self.smem[f"{name}_scale_s"].at[slot]
-            ops.copy_tile(pages, t, lambda page: scales.at[page, kind, kv_head], target, full)
+            source = lambda page: scales.at[page, kind, kv_head]  # noqa: E731
+            ops.copy_scales(pages, t, source, target, self.static.kv_tile, full)
 
     # The consumers.
 
@@ -413,6 +419,9 @@ class _Kernel:
             if static.alibi:
                 slopes = self.gmem["slopes"].at[item.head, rows]
                 plgpu.copy_gmem_to_smem(slopes, self.smem["slope_s"].at[wg], q_full)
+            if static.quantised:
+                unscale = self.gmem["unscale"].at[item.head, item.tile, rows]
+                plgpu.copy_gmem_to_smem(unscale, self.smem["unscale_s"].at[wg], q_full)
             tile = _Tiles(self, wg, item, done)
             plgpu.barrier_wait(q_full)
             state = _State(
@@ -492,7 +501,8 @@ class _Tiles:
         k, k_scale = self.take_k(t)
         s = ops.wgmma_sum(shape, (smem["q_s"].at[_fresh(self.wg)], k.T))
         if k_scale is not None:
-            s = s * _over_rows(k_scale)
+            unscale = _load(smem["unscale_s"].at[self.wg], _PER_ROW)
+            s = s * _over_rows(k_scale) * _over_columns(unscale, static.kv_tile)
         self.give_back("k", slot)
         s, unit = self.score(t, s)
         peak = jnp.maximum(state.peak, s.max(axis=1) * unit)
@@ -502,7 +512,7 @@ class _Tiles:
         total = state.total * shrink + p.sum(axis=1)
         v, v_scale = self.take_v(t)
         v_unit = None
-        if v_scale is not None:
+        if v_scale is not None and state.unit is not None:
             p, v_unit = self.scale_p(t, p, v_scale)
             shrink = shrink * (state.unit / v_unit)
         acc = state.acc * _over_columns(shrink, static.head_dim)
@@ -580,13 +590,9 @@ class _Tiles:
                 staged[i] = part
             plgpu.commit_smem()
             pairs = [(staged.at[i], v) for i in range(len(parts))]
-            return acc + ops.wgmma_sum(acc.shape, *pairs)
+            return acc + ops.wgmma_sum((WG_ROWS, static.head_dim), *pairs)
 
-        def body(acc_ref: Any) -> None:
-            for part in parts:
-                plgpu.wgmma(acc_ref, part, v)
-
-        return pl.run_state(body)(plgpu.ACC.init(acc))
+        return ops.wgmma_onto(acc, *((part, v) for part in parts))
 
     # Tiles of K and V, as they arrive and as they are multiplied.
 
@@ -641,7 +647,9 @@ class _Tiles:
         # K begins with one consumer and V with the other, so both work where each is one part.
         self.divide(convert, width, int(name == "v"))
         # What is read of a slot is read before `share`, which orders it before the next copy.
-        scale = _load(self.smem[f"{name}_scale_s"].at[slot], _PER_COLUMN)
+        scale = ops.load_scales(
+            self.smem[f"{name}_scale_s"].at[slot], self.static.kv_tile, _PER_COLUMN
+        )
         self.share(f"{name}_ready")
         return target, scale
 
