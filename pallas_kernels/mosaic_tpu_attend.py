@@ -9,7 +9,7 @@ the tile that the copies are at, and that of the next one, are in scalar memory.
 Knows nothing of sinks, nor of how query rows became tiles (`work_plan`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ UNROLLED = 2**16  # scores that are computed without a loop
 VMEM_BUDGET = 14 * 2**20  # bytes of vector memory that blocks are made to fit; the least is 16 MiB
 VMEM_LIMIT = 48 * 2**20  # what a call may take where blocks of one page are larger
 SMEM_LIMIT = 900 * 1024  # bytes of scalar memory; a core has 1 MiB
-SEQ, POSITION, KV_BEGIN, KV_END, META_WORDS = range(5)  # words of a tile in scalar memory
+META_WORDS = 4  # of a tile in scalar memory: seq, position, kv_begin, kv_end
 # Words of the copies' state: the tile, its block and its table row that are to be copied next,
 # where to; and where the block lies that is to be computed next.
 TILE, BLOCK, ROW, FILL, USE, STATE_WORDS = range(6)
@@ -57,28 +57,36 @@ class _Sizes:
 
 
 @dataclass(frozen=True)
-class _Refs:
-    """Memory of a kernel."""
+class _Feed:
+    """Memory of the copies."""
 
     meta: Any  # SMEM i32[num_tiles * META_WORDS]
     count: Any  # SMEM i32[1]
-    q: Any  # VMEM [heads, 1, rows, head_dim]
-    slopes: Any  # VMEM f32[heads, rows, 1] or None
     kv_pages: Any  # HBM [num_pages, 2, num_kv_heads, page_size, head_dim]
     kv_scales: Any  # HBM f32[num_pages, 2, num_kv_heads, page_size] or None
     page_table: Any  # HBM i32[max_seqs, pages_per_seq]
-    o: Any  # VMEM [heads, 1, rows, head_dim]
-    lse: Any  # VMEM f32[1, heads, rows]
     kv: Any  # VMEM [stages, pages, 2, num_kv_heads, page_size, head_dim]
     scales: Any  # VMEM f32[stages, pages, 2, num_kv_heads, page_size] or None
-    scale_rows: Any  # VMEM f32[2, num_kv_heads, block] or None: those of the block, side by side
     table_rows: Any  # SMEM i32[2, pages_per_seq]
     state: Any  # SMEM i32[STATE_WORDS]
+    arrived: Any  # DMA semaphores [stages]
+    row_arrived: Any  # DMA semaphores [2]
+
+
+@dataclass(frozen=True)
+class _Refs:
+    """Memory of the arithmetic."""
+
+    q: Any  # VMEM [heads, 1, rows, head_dim]
+    slopes: Any  # VMEM f32[heads, rows, 1] or None
+    o: Any  # VMEM [heads, 1, rows, head_dim]
+    lse: Any  # VMEM f32[1, heads, rows]
+    kv: Any  # of the copies
+    scales: Any  # of the copies
+    scale_rows: Any  # VMEM f32[2, num_kv_heads, block] or None: those of the block, side by side
     peak: Any  # VMEM f32[heads, rows, LANES], of the scores (log2), the same in all lanes
     total: Any  # VMEM f32[heads, rows, LANES], of the weights, likewise
     acc: Any  # VMEM f32[heads, rows, head_dim], weighted sum
-    arrived: Any  # DMA semaphores [stages]
-    row_arrived: Any  # DMA semaphores [2]
 
 
 def attend_tpu(
@@ -159,8 +167,10 @@ def attend_tpu(
     absent = dict.fromkeys(("slopes", "kv_scales", "scales", "scale_rows"))
 
     def body(*refs: Any) -> None:
-        named = dict(zip([*names, *scratch], refs, strict=True))
-        _attend_tile(_Refs(**(absent | named)), sizes, rule, config.split_p)
+        named = absent | dict(zip([*names, *scratch], refs, strict=True))
+        feed = _Feed(**{field.name: named[field.name] for field in fields(_Feed)})
+        rest = _Refs(**{field.name: named[field.name] for field in fields(_Refs)})
+        _attend_tile(feed, rest, sizes, rule, config.split_p)
 
     o, lse = pl.pallas_call(
         body,
@@ -249,9 +259,12 @@ class _Tile:
     page_size: int
 
     @classmethod
-    def read(cls, refs: _Refs, tile: jax.Array, page_size: int) -> "_Tile":
-        words = [refs.meta[tile * META_WORDS + word] for word in range(META_WORDS)]
-        return cls(*words, page_size)
+    def read(cls, feed: _Feed, tile: jax.Array, page_size: int) -> "_Tile":
+        """Of the list in scalar memory."""
+        seq, position, kv_begin, kv_end = (
+            feed.meta[tile * META_WORDS + word] for word in range(META_WORDS)
+        )
+        return cls(seq, position, kv_begin, kv_end, page_size)
 
     @property
     def first_page(self) -> jax.Array:
@@ -269,28 +282,28 @@ class _Tile:
         return jnp.maximum(lax.div(self.num_pages + pages - 1, jnp.int32(pages)), 1)
 
 
-def _attend_tile(refs: _Refs, sizes: _Sizes, rule: ScoreRule, split_p: bool) -> None:
+def _attend_tile(feed: _Feed, refs: _Refs, sizes: _Sizes, rule: ScoreRule, split_p: bool) -> None:
     """One step of the grid."""
     worker, step = pl.program_id(0), pl.program_id(1)
     tile = step * sizes.workers + worker
 
-    @pl.when(tile < refs.count[0])
+    @pl.when(tile < feed.count[0])
     def _() -> None:
-        now = _Tile.read(refs, tile, sizes.page_size)
+        now = _Tile.read(feed, tile, sizes.page_size)
 
         @pl.when(step == 0)
         def _() -> None:
-            _begin_copies(refs, sizes, tile)
+            _begin_copies(feed, sizes, tile)
 
         refs.peak[...] = jnp.full_like(refs.peak, -jnp.inf)
         refs.total[...] = jnp.zeros_like(refs.total)
         refs.acc[...] = jnp.zeros_like(refs.acc)
 
         def block(b: jax.Array, _: None) -> None:
-            _copy_next(refs, sizes)
-            slot = refs.state[USE]
-            refs.state[USE] = _after(slot, sizes.stages)
-            _wait_for_block(refs, sizes, now, b, slot)
+            _copy_next(feed, sizes)
+            slot = feed.state[USE]
+            feed.state[USE] = _after(slot, sizes.stages)
+            _wait_for_block(feed, sizes, now, b, slot)
             start = (now.first_page + b * sizes.pages) * sizes.page_size
             _clear_unseen(refs, sizes, now, start, slot)
             if refs.scales is not None:
@@ -308,63 +321,63 @@ def _after(slot: jax.Array, size: int) -> jax.Array:
     return jnp.where(slot == size - 1, 0, slot + 1)
 
 
-def _row_copy(refs: _Refs, tile: jax.Array, page_size: int, row: jax.Array) -> Any:
+def _row_copy(feed: _Feed, tile: jax.Array, page_size: int, row: jax.Array) -> Any:
     """The copy of a tile's row of the page table into one of two places."""
-    seq = _Tile.read(refs, tile, page_size).seq
+    seq = _Tile.read(feed, tile, page_size).seq
     return pltpu.make_async_copy(
-        refs.page_table.at[seq], refs.table_rows.at[row], refs.row_arrived.at[row]
+        feed.page_table.at[seq], feed.table_rows.at[row], feed.row_arrived.at[row]
     )
 
 
-def _enter(refs: _Refs, sizes: _Sizes, tile: jax.Array, row: jax.Array) -> None:
+def _enter(feed: _Feed, sizes: _Sizes, tile: jax.Array, row: jax.Array) -> None:
     """The copies turn to `tile`, whose table row is under way; the next one's follows."""
-    refs.state[TILE] = tile
-    refs.state[BLOCK] = 0
-    refs.state[ROW] = row
+    feed.state[TILE] = tile
+    feed.state[BLOCK] = 0
+    feed.state[ROW] = row
 
-    @pl.when(tile < refs.count[0])
+    @pl.when(tile < feed.count[0])
     def _() -> None:
-        _row_copy(refs, tile, sizes.page_size, row).wait()
+        _row_copy(feed, tile, sizes.page_size, row).wait()
 
-    @pl.when(tile + sizes.workers < refs.count[0])
+    @pl.when(tile + sizes.workers < feed.count[0])
     def _() -> None:
-        _row_copy(refs, tile + sizes.workers, sizes.page_size, 1 - row).start()
+        _row_copy(feed, tile + sizes.workers, sizes.page_size, 1 - row).start()
 
 
-def _begin_copies(refs: _Refs, sizes: _Sizes, tile: jax.Array) -> None:
+def _begin_copies(feed: _Feed, sizes: _Sizes, tile: jax.Array) -> None:
     """Starts all but one of the blocks in flight, from the worker's first tile on."""
-    refs.state[FILL] = 0
-    refs.state[USE] = 0
-    _row_copy(refs, tile, sizes.page_size, jnp.int32(0)).start()
-    _enter(refs, sizes, tile, jnp.int32(0))
+    feed.state[FILL] = 0
+    feed.state[USE] = 0
+    _row_copy(feed, tile, sizes.page_size, jnp.int32(0)).start()
+    _enter(feed, sizes, tile, jnp.int32(0))
     for _ in range(sizes.stages - 1):
-        _copy_next(refs, sizes)
+        _copy_next(feed, sizes)
 
 
-def _copy_next(refs: _Refs, sizes: _Sizes) -> None:
+def _copy_next(feed: _Feed, sizes: _Sizes) -> None:
     """Starts the copies of one more block, if the worker has one left."""
-    tile, block, row = refs.state[TILE], refs.state[BLOCK], refs.state[ROW]
+    tile, block, row = feed.state[TILE], feed.state[BLOCK], feed.state[ROW]
 
-    @pl.when(tile < refs.count[0])
+    @pl.when(tile < feed.count[0])
     def _() -> None:
-        ahead, slot = _Tile.read(refs, tile, sizes.page_size), refs.state[FILL]
-        _each_page(refs, sizes, ahead, block, slot, lambda copy: copy.start())
-        refs.state[FILL] = _after(slot, sizes.stages)
-        refs.state[BLOCK] = block + 1
+        ahead, slot = _Tile.read(feed, tile, sizes.page_size), feed.state[FILL]
+        _each_page(feed, sizes, ahead, block, slot, lambda copy: copy.start())
+        feed.state[FILL] = _after(slot, sizes.stages)
+        feed.state[BLOCK] = block + 1
 
         @pl.when(block + 1 == ahead.num_blocks(sizes.pages))
         def _() -> None:
-            _enter(refs, sizes, tile + sizes.workers, 1 - row)
+            _enter(feed, sizes, tile + sizes.workers, 1 - row)
 
 
 def _wait_for_block(
-    refs: _Refs, sizes: _Sizes, tile: _Tile, block: jax.Array, slot: jax.Array
+    feed: _Feed, sizes: _Sizes, tile: _Tile, block: jax.Array, slot: jax.Array
 ) -> None:
-    _each_page(refs, sizes, tile, block, slot, lambda copy: copy.wait())
+    _each_page(feed, sizes, tile, block, slot, lambda copy: copy.wait())
 
 
 def _each_page(
-    refs: _Refs, sizes: _Sizes, tile: _Tile, block: jax.Array, slot: jax.Array, do: Any
+    feed: _Feed, sizes: _Sizes, tile: _Tile, block: jax.Array, slot: jax.Array, do: Any
 ) -> None:
     """Starts, or waits for, the copies of a block: those pages alone that the tile reads."""
     left = tile.num_pages - block * sizes.pages
@@ -372,16 +385,16 @@ def _each_page(
     def one(i: jax.Array, _: None) -> None:
         column = tile.first_page + block * sizes.pages + i
         # Only a start needs the page; a wait needs the size.
-        page = refs.table_rows[refs.state[ROW], column]
+        page = feed.table_rows[feed.state[ROW], column]
         do(
             pltpu.make_async_copy(
-                refs.kv_pages.at[page], refs.kv.at[slot, i], refs.arrived.at[slot]
+                feed.kv_pages.at[page], feed.kv.at[slot, i], feed.arrived.at[slot]
             )
         )
-        if refs.kv_scales is not None:
+        if feed.kv_scales is not None:
             do(
                 pltpu.make_async_copy(
-                    refs.kv_scales.at[page], refs.scales.at[slot, i], refs.arrived.at[slot]
+                    feed.kv_scales.at[page], feed.scales.at[slot, i], feed.arrived.at[slot]
                 )
             )
 

@@ -71,7 +71,10 @@ class _Run:
     def read(cls, refs: _Refs, run: jax.Array) -> "_Run":
         """One in flight."""
         place = lax.rem(run, jnp.int32(refs.ring))
-        return cls(*[refs.runs[place * RUN_WORDS + word] for word in range(RUN_WORDS)], place)
+        token, page, offset, length, held = (
+            refs.runs[place * RUN_WORDS + word] for word in range(RUN_WORDS)
+        )
+        return cls(token, page, offset, length, held, place)
 
     def fills_page(self, refs: _Refs) -> jax.Array:
         """Nothing of what the page held stays."""

@@ -66,7 +66,8 @@ class Case:
         )
 
     def batch(self, rng: np.random.Generator) -> Batch:
-        return make_batch(self.shape, rng, *map(list, self.lengths), self.dtype)
+        kv_lens, q_lens = self.lengths
+        return make_batch(self.shape, rng, list(kv_lens), list(q_lens), self.dtype)
 
     def tiles(self, batch: Batch) -> QueryTiles:
         multiple = 8 if batch.q.dtype == F32 else 16

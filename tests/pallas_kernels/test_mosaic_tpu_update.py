@@ -137,7 +137,12 @@ def test_a_planted_race_is_reported(rng: np.random.Generator) -> None:
     """The copies run at the same time, so that no page may be both source and destination."""
     pool = pool_of(rng, np.float32)
     with pytest.raises(Exception, match=r"(?i)race"):
-        run(mosaic_tpu_update.copy_pages_tpu, pool, np.int32([1, 2]), np.int32([2, 3]))
+        run(
+            mosaic_tpu_update.copy_pages_tpu,
+            pool,
+            np.array([1, 2], np.int32),
+            np.array([2, 3], np.int32),
+        )
 
 
 def test_gather_and_scatter_equal_numpy(rng: np.random.Generator) -> None:
