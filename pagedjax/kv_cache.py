@@ -90,7 +90,7 @@ def write(
 
     Args:
       slot_mapping: i32[num_tokens], page * page_size + offset; past the pool's end: dropped.
-      implementation: of attention; the kernels of the same family write.
+      implementation: of attention; with a kernel, the best way to write on its chip.
     """
     written = pallas_kernels.write_kv(
         kv_cache.kv_pages[layer],
@@ -116,7 +116,7 @@ def copy(
 
     Args:
       src, dst: i32[n] page ids; an entry with `dst >= num_pages` is dropped.
-      implementation: of attention; the kernels of the same family copy.
+      implementation: of attention; with a kernel, the best way to copy on its chip.
     """
 
     def copied(array: jax.Array) -> jax.Array:
@@ -126,7 +126,8 @@ def copy(
 
 
 def _updates(implementation: str | None) -> str | None:
-    return "xla" if implementation == "reference" else implementation
+    """Plain XLA stays plain; beside a kernel for attention, the best that the chip has."""
+    return "xla" if implementation in ("xla", "reference") else None
 
 
 def _replace_layer(

@@ -83,7 +83,7 @@ def check(model: FlatModel, cache_dtype: jnp.dtype) -> None:
     cache = _abstract_cache(model, cache_dtype)
     untouched: list[int] = []
     try:
-        new_cache, logits = _trace(model, cache, _abstract_batch(None), untouched)
+        new_cache, logits = _trace(model, cache, _abstract_batch("xla"), untouched)
     except ConfigError:
         raise
     except Exception as error:
