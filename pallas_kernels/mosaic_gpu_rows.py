@@ -621,7 +621,7 @@ class _Tiles:
                 row = plgpu.broadcasted_iota(jnp.int32, old.shape, 0, layout=_L) + first_row
                 part[...] = jnp.where(row < left, old, jnp.zeros_like(old))
 
-            self.divide(clear, 64, 0)
+            _divide(self.static, self.wg, clear, 64, 0)
             self.share("v_ready")
 
         return v, None
@@ -645,7 +645,7 @@ class _Tiles:
             target[rows, columns] = values
 
         # K begins with one consumer and V with the other, so both work where each is one part.
-        self.divide(convert, width, int(name == "v"))
+        _divide(self.static, self.wg, convert, width, int(name == "v"))
         # What is read of a slot is read before `share`, which orders it before the next copy.
         scale = ops.load_scales(
             self.smem[f"{name}_scale_s"].at[slot], self.static.kv_tile, _PER_COLUMN
@@ -653,22 +653,23 @@ class _Tiles:
         self.share(f"{name}_ready")
         return target, scale
 
-    def divide(self, work: Any, width: int, offset: int) -> None:
-        """Deals parts of 64 rows and `width` columns of a tile to the consumers."""
-        consumers, nth = self.static.consumers, offset
-        for row in range(0, self.static.kv_tile, 64):
-            for column in range(0, self.static.head_dim, width):
-                mine = self.wg == nth % consumers
-                rows, columns = pl.ds(row, 64), pl.ds(column, width)
-                pl.when(mine)(lambda r=rows, c=columns, first=row: work(r, c, first))
-                nth += 1
-
     def share(self, name: str) -> None:
         """What any consumer wrote to shared memory is there for the products of all."""
         plgpu.commit_smem()
         if self.static.consumers > 1:
             plgpu.barrier_arrive(self.smem[name])
             plgpu.barrier_wait(self.smem[name])
+
+
+def _divide(static: _Static, wg: jax.Array, work: Any, width: int, offset: int) -> None:
+    """Deals parts of 64 rows and `width` columns of a KV tile to the consumers."""
+    nth = offset
+    for row in range(0, static.kv_tile, 64):
+        for column in range(0, static.head_dim, width):
+            rows, columns = pl.ds(row, 64), pl.ds(column, width)
+            mine = wg == nth % static.consumers
+            pl.when(mine)(lambda r=rows, c=columns, first=row: work(r, c, first))
+            nth += 1
 
 
 def _fresh(x: jax.Array) -> jax.Array:
