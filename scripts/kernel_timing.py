@@ -24,7 +24,6 @@ import pallas_kernels
 from pallas_kernels.tuning import KernelConfig
 
 QUANTISED = ("float8_e4m3fn", "int8")
-CALLS = 4  # in one program, on different pages: a launch from Python costs as much as a kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +69,16 @@ class Device:
     most_bytes: int  # of a pool
     seconds: float  # of one run
     repeats: int
+    calls: int  # in one program, on different pages: a launch from Python costs as much as a kernel
 
     @classmethod
     def at_hand(cls) -> Device:
         """Sized for the default device."""
         if jax.default_backend() == "cpu":
-            return cls(2**22, 2**28, 0.01, 3)
+            return cls(2**22, 2**28, 0.01, 3, 1)
         stats = jax.devices()[0].memory_stats() or {}
         limit = int(stats.get("bytes_limit", 2**33))
-        return cls(min(2**30, limit // 16), limit // 2, 0.03, 7)
+        return cls(min(2**30, limit // 16), limit // 2, 0.03, 7, 4)
 
 
 # ------------------------------------------------------------------------------------------ timing
@@ -160,7 +160,7 @@ def tables(sizes: Sizes, rotations: int) -> jax.Array:
 def attend_call(
     sizes: Sizes, device: Device, implementation: str, **configs: KernelConfig
 ) -> tuple[Callable[[], Any], int]:
-    """A call that attends `CALLS` times, and how often."""
+    """A call that attends `device.calls` times, and how often."""
     rotations = rotations_for(sizes, device)
     pool, scales = make_pool(sizes, rotations)
     tokens = sizes.batch * sizes.new
@@ -185,13 +185,13 @@ def attend_call(
             for table in four
         ]
 
-    # Few enough rotations for CALLS calls go round more than once: no matter, they are large then.
+    # With fewer rotations than calls some pages are read twice in a program: they are large then.
     turns = [
-        [every[(first + i) % rotations] for i in range(CALLS)]
-        for first in range(0, max(rotations, 1), CALLS)
+        [every[(first + i) % rotations] for i in range(device.calls)]
+        for first in range(0, max(rotations, 1), device.calls)
     ]
     turn = itertools.cycle(turns)
-    return lambda: attend(q, pool, scales, next(turn), plan), CALLS
+    return lambda: attend(q, pool, scales, next(turn), plan), device.calls
 
 
 def measure_attention(
@@ -218,7 +218,7 @@ def measure_update(
         positions = num_pages * sizes.page_size
         slots = [
             jnp.asarray(rng.choice(positions, tokens, replace=False), jnp.int32)
-            for _ in range(CALLS)
+            for _ in range(device.calls)
         ]
 
         def change(pool: Any, scales: Any) -> Any:
@@ -233,7 +233,7 @@ def measure_update(
         moved += 2 * tokens * sizes.num_kv_heads * sizes.vector_bytes
     else:
         count = min(sizes.batch, (num_pages - 1) // 2)
-        chosen = [rng.permutation(num_pages - 1)[: 2 * count] + 1 for _ in range(CALLS)]
+        chosen = [rng.permutation(num_pages - 1)[: 2 * count] + 1 for _ in range(device.calls)]
         pairs = [jnp.asarray(ids.reshape(2, count), jnp.int32) for ids in chosen]
 
         def change(pool: Any, scales: Any) -> Any:
@@ -251,7 +251,7 @@ def measure_update(
         state = step(*state)
         return state[0]
 
-    return _figures(seconds_a_call(call, device) / CALLS, moved, 0, limits)
+    return _figures(seconds_a_call(call, device) / device.calls, moved, 0, limits)
 
 
 def _figures(seconds: float, moved: int, flops: int, limits: dict[str, float]) -> dict[str, Any]:

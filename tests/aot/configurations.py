@@ -57,13 +57,11 @@ def cases(target: Target, level: Level = "sample") -> list[Case]:
         kernels, and a few are compiled for all; "all": every combination (hours).
     """
     if level == "sample":
-        share = _share(target)
-        decode, prefill = _COMMON + share[::2], _COMMON + share[1::2]
+        points = [(what, point) for what in _TOKENS for point in _COMMON] + _share(target)
     else:
-        decode = list(product(_axes(target)) if level == "all" else pairwise(_axes(target)))
-        prefill = decode
-    found = [Case(what="decode", num_tokens=64, **point) for point in decode]
-    found += [Case(what="prefill", num_tokens=2048, **point) for point in prefill]
+        every = list(product(_axes(target)) if level == "all" else pairwise(_axes(target)))
+        points = [(what, point) for what in _TOKENS for point in every]
+    found = [Case(what=what, num_tokens=_TOKENS[what], **point) for what, point in points]
     found = [case for case in found if _is_served(target, case)]
     return list(dict.fromkeys([*found, *_updates(target), *_steps(target)]))
 
@@ -97,6 +95,7 @@ def _is_served(target: Target, case: Case) -> bool:
     return slab >= 1024 or target.architecture not in ("sm_80", "sm_89")
 
 
+_TOKENS: dict[What, int] = {"decode": 64, "prefill": 2048}  # of a step
 _COMMON: list[dict[str, Any]] = [{}, {"head_dim": 256, "dtype": "int8"}]
 
 
@@ -112,16 +111,26 @@ def _axes(target: Target) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def _share(target: Target) -> list[dict[str, Any]]:
-    """What of the pairs of its family falls to a chip: each to one that serves the dtype."""
-    mine = []
+def _share(target: Target) -> list[tuple[What, dict[str, Any]]]:
+    """What of the pairs of its family falls to a chip, as decode or as prefill.
+
+    Each goes to a chip that serves its dtype, and to the one of the two in which more of its
+    values are new: so every value occurs in both on some chip.
+    """
+    mine: list[tuple[What, dict[str, Any]]] = []
     load = dict.fromkeys([chip.name for chip in family(target)], 0)
+    seen: dict[What, list[tuple[str, Any]]] = {what: [] for what in _TOKENS}
     for point in pairwise(_axes(target)):
         able = [chip.name for chip in family(target) if point["dtype"] in dtypes(chip)]
         least = min(able, key=load.__getitem__)
         load[least] += 1
+        chip = TARGETS[least]
+        if not _is_served(chip, Case(what="decode", **point)):
+            continue
+        what = min(_TOKENS, key=lambda w: (sum(i in seen[w] for i in point.items()), len(seen[w])))
+        seen[what] += point.items()
         if least == target.name:
-            mine.append(point)
+            mine.append((what, point))
     return mine
 
 

@@ -94,6 +94,7 @@ def environment() -> dict[str, str]:
     return dumps | {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # processes that only compile share no TPU
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={cuda_folder()}",
