@@ -19,14 +19,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic_gpu_ops as ops
 from pallas_kernels.score_rule import LN_2, LOG2_E, ScoreRule
 from pallas_kernels.tuning import KernelConfig
-from pallas_kernels.work_plan import BEGIN, END, HEAD, KV_END, POSITION, SEQ, TILE
-from pallas_kernels.work_plan import TileShape, WorkList
+from pallas_kernels.work_plan import (
+    BEGIN,
+    END,
+    HEAD,
+    KV_END,
+    POSITION,
+    SEQ,
+    TILE,
+    TileShape,
+    WorkList,
+)
 
 # Of a matrix whose columns are query rows; reduce(0) is one value a column, reduce(1) one a row.
 LAYOUT = plgpu.Layout.WGMMA
 Q_SLOTS = 2  # the queries of the next item arrive while this one computes
-CLEAR_WIDTH = 64  # columns of V that pass through registers at once: more costs 20-80 registers
-F16_TOP = 2.0**14  # queries of a quantised pool are scaled to about this, well inside float16
+CHUNK = 64  # columns of a tile that pass through registers at once: more costs 20-80 registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +112,7 @@ def attend_columns(
     )
     given = {"table": page_table, "items": work.items, "deal": work.worker_items, "pool": kv_pages}
     if quantised:
-        q_tiles, unscale = _to_float16(q_tiles)
+        q_tiles, unscale = ops.to_float16(q_tiles)
         given |= {"unscale": unscale, "scales": kv_scales}
     if slopes is not None:
         given["slopes"] = slopes
@@ -187,22 +195,12 @@ def _check(
         )
 
 
-def _to_float16(q_tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """q as float16 and f32[heads, num_tiles, rows], a power of two that undoes its scaling.
-
-    Scaled by powers of two row by row, so neither large nor small values leave float16's range, and
-    a row does not depend on any other.
-    """
-    q = q_tiles.astype(jnp.float32)
-    peak = jnp.max(jnp.abs(q), axis=-1)
-    _, exponent = jnp.frexp(jnp.where(peak > 0, peak, 1.0))
-    up = jnp.ldexp(jnp.float32(F16_TOP), -exponent)  # largest value becomes 2**13 .. 2**14
-    return (q * up[..., None]).astype(jnp.float16), 1 / up
-
-
 def _scratch(z: _Sizes, stored: Any) -> dict[str, Any]:
     """Shared memory and barriers of a CTA."""
-    ring = ops.tiled_smem((z.stages, z.kv_tile, z.head_dim), stored)
+    # Bytes are swizzled by 64, so that CHUNK columns of them can be loaded.
+    ring = ops.tiled_smem(
+        (z.stages, z.kv_tile, z.head_dim), stored, most=CHUNK * jnp.dtype(stored).itemsize
+    )
     probabilities = ops.tiled_smem((z.rows, z.kv_tile), z.compute)
     copies = max(1, z.kv_tile // z.page_size) * (2 if z.quantised else 1)
 
@@ -266,7 +264,9 @@ def _produce(z: _Sizes, g: SimpleNamespace, s: SimpleNamespace) -> None:
             kv_tile=z.kv_tile,
         )
 
-    def copy(which: int, head: jax.Array, ids: tuple[jax.Array, ...], tile: jax.Array, n: Any):
+    def copy(
+        which: int, head: jax.Array, ids: tuple[jax.Array, ...], tile: jax.Array, n: jax.Array
+    ) -> None:
         slot = _slot(n, z.stages)
         ring, scale = (s.v, "v_scale") if which else (s.k, "k_scale")
         full, free = (s.v_full, s.v_free) if which else (s.k_full, s.k_free)
@@ -276,13 +276,11 @@ def _produce(z: _Sizes, g: SimpleNamespace, s: SimpleNamespace) -> None:
         if z.quantised:
             sources.append((g.scales, getattr(s, scale)))
         for pool, target in sources:
-            ops.copy_tile(
-                ids,
-                tile,
-                lambda page: pool.at[page, which, kv_head],
-                target.at[slot],
-                full.at[slot],
-            )
+
+            def source(page: jax.Array, pool: Any = pool) -> Any:
+                return pool.at[page, which, kv_head]
+
+            ops.copy_tile(ids, tile, source, target.at[slot], full.at[slot])
 
     def run(i: jax.Array, carry: Any) -> Any:
         n, queries, words, ids = carry
@@ -496,16 +494,16 @@ def _is_live(live: SimpleNamespace, shape: tuple[int, ...], layout: Any) -> jax.
 
 def _clear(z: _Sizes, v: Any, live: SimpleNamespace) -> None:
     """Zeroes V where nobody may look: it may hold NaN, and 0 * NaN is NaN."""
-    for column in range(0, z.head_dim, CLEAR_WIDTH):
-        part = v.at[:, pl.ds(column, CLEAR_WIDTH)]
+    for column in range(0, z.head_dim, CHUNK):
+        part = v.at[:, pl.ds(column, CHUNK)]
         old = plgpu.load(part, layout=LAYOUT)
         part[...] = jnp.where(_is_live(live, old.shape, LAYOUT), old, jnp.zeros_like(old))
 
 
 def _dequantise(z: _Sizes, narrow: Any, wide: Any, live: SimpleNamespace | None) -> None:
     """Copies a tile of 8-bit values to float16, which holds them exactly; zero where not live."""
-    for column in range(0, z.head_dim, CLEAR_WIDTH):
-        part = pl.ds(column, CLEAR_WIDTH)
+    for column in range(0, z.head_dim, CHUNK):
+        part = pl.ds(column, CHUNK)
         values = plgpu.load(narrow.at[:, part], layout=plgpu.Layout.WGMMA_UPCAST_2X)
         values = plgpu.layout_cast(values.astype(z.compute), LAYOUT)
         if live is not None:
