@@ -155,6 +155,7 @@ class _Softmax(NamedTuple):
     out: tuple[jax.Array, ...]  # f32[rows, CHUNK] each
     peak: jax.Array  # f32[rows]
     total: jax.Array  # f32[rows]
+    unit: jax.Array  # f32[], what 1 in `out` stands for: a power of two; 1 if not quantised
 
 
 def attend_mma(
@@ -318,8 +319,9 @@ def _memory(sizes: _Sizes) -> _Memory:
 def _tiled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
     """Shared memory of matrices shape[-2:], in tiles of 8 rows of `swizzle` bytes."""
     columns = swizzle // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    tiling: Any = plgpu.TilingTransform
+    pattern: Any = plgpu.SwizzleTransform
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, columns)), pattern(swizzle)))
 
 
 def _swizzle(rows: int, row_bytes: int, widest: int = 128) -> int:
@@ -378,7 +380,7 @@ class _Worker:
             begin, end = inputs.items[index, BEGIN], inputs.items[index, END]
             item = self.load_item(index, begin < end)
             zeros = tuple(sizes.full(0.0, CHUNK) for _ in range(0, sizes.width, CHUNK))
-            softmax = _Softmax(zeros, sizes.full(-jnp.inf), sizes.full(0.0))
+            softmax = _Softmax(zeros, sizes.full(-jnp.inf), sizes.full(0.0), jnp.float32(1))
             step = functools.partial(tile_step, item)
             *carry, softmax = lax.fori_loop(begin, end, step, (*carry, softmax))
             self.write(softmax, o.at[index], lse.at[index], begin < end)
@@ -507,9 +509,10 @@ class _Worker:
         p = jnp.exp2(s - _columns(safe, s.shape))
         shrink = jnp.exp2(softmax.peak - safe)
         total = softmax.total * shrink + p.sum(axis=1)
-        largest = None
+        grow, unit = shrink, softmax.unit
         if sizes.quantised:
-            p, largest = self.scale_by_values(p, slot, live)
+            p, unit = self.scale_by_values(p, slot, live)
+            grow = shrink * (softmax.unit / unit)
         for part in memory.p:
             high = p.astype(sizes.dtype)
             part[...] = high
@@ -520,10 +523,10 @@ class _Worker:
         else:
             self.clear_past(v, live)
         out = tuple(
-            self.add_values(old * _columns(shrink, old.shape), v.at[:, pl.ds(c, CHUNK)], largest)
+            self.add_values(old * _columns(grow, old.shape), v.at[:, pl.ds(c, CHUNK)])
             for c, old in zip(range(0, sizes.width, CHUNK), softmax.out, strict=True)
         )
-        return _Softmax(out, peak, total)
+        return _Softmax(out, peak, total, unit)
 
     def score(self, item: _Item, k: Any, slot: jax.Array, t: jax.Array) -> jax.Array:
         """f32[rows, kv_tile]: q . k by the rule but for what is not seen, in exponents of 2."""
@@ -565,27 +568,30 @@ class _Worker:
         )
         return lax.div(row, jnp.int32(shape.group)) + item.position, column + t * shape.kv_tile
 
-    def add_values(self, out: jax.Array, v: Any, largest: Any) -> jax.Array:
-        """f32[rows, CHUNK]: out + p @ v, times `largest` if given. v is a ref [kv_tile, CHUNK]."""
-        new = out if largest is None else self.sizes.full(0.0, CHUNK)
+    def add_values(self, out: jax.Array, v: Any) -> jax.Array:
+        """f32[rows, CHUNK]: out + p @ v. v is a ref [kv_tile, CHUNK]."""
         for r in range(0, self.sizes.shape.kv_tile, PART):
             values = plgpu.load(v.at[pl.ds(r, PART)], layout=self.sizes.rhs)
             for part in self.memory.p:
                 weights = plgpu.load(part.at[:, pl.ds(r, PART)], layout=self.sizes.lhs)
-                new = plgpu.mma(new, weights, values)
-        return new if largest is None else out + new * largest
+                out = plgpu.mma(out, weights, values)
+        return out
 
     def scale_by_values(
         self, p: jax.Array, slot: jax.Array, live: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """p times V's scales over the largest of the tile, and that one: p has to fit float16."""
+        """p times V's scales in a unit, and the unit: p has to fit float16, scales may be anything.
+
+        The unit is a power of two, so that a change of it rounds nothing.
+        """
         layout = self.sizes.acc.reduce(0)
         scale = plgpu.load(self.memory.scales.at[slot, 1], layout=layout, optimized=False)
         at = plgpu.broadcasted_iota(jnp.int32, scale.shape, 0, layout=layout)
         scale = jnp.where(at < live, scale, 0.0)
-        largest = jnp.max(scale)
-        largest = jnp.where(largest > 0, largest, 1.0)
-        return p * lax.broadcast_in_dim(scale / largest, p.shape, [1]), largest
+        exponent = lax.bitcast_convert_type(scale, jnp.int32) & 0x7F800000
+        unit = jnp.max(lax.bitcast_convert_type(exponent, jnp.float32))
+        unit = jnp.where((unit > 0) & (unit < jnp.inf), unit, 1.0)
+        return p * lax.broadcast_in_dim(scale / unit, p.shape, [1]), unit
 
     def widen(self, narrow: Any, live: jax.Array) -> None:
         """Writes a quantised tile to `memory.wide`, zeros from position `live` on."""
@@ -622,7 +628,7 @@ class _Worker:
         @pl.when(has_tiles)
         def _() -> None:
             for c, out in zip(range(0, sizes.width, CHUNK), softmax.out, strict=True):
-                out = out / _columns(total, out.shape)
+                out = out / _columns(total, out.shape) * softmax.unit
                 part = (o if direct else staged).at[:, pl.ds(c, CHUNK)]
                 part[...] = out.astype(sizes.out_dtype)
             if not direct:  # 16-bit values in the layout of products fill no sector of memory
