@@ -4,7 +4,7 @@ Owns how bytes move; which page belongs to whom is the host's business. Bits are
 converted, except into a quantised pool: there `pallas_kernels.quantize` says how.
 
   xla         one scatter along the leading axes, which the compiler does in place
-  mosaic_gpu  TMA copies (`mosaic_gpu_update`): sm_90 and later
+  mosaic_gpu  TMA copies (`mosaic_gpu_update`): sm_90 and later; none for swapping
   mosaic_tpu  DMA (`mosaic_tpu_update`)
 
 Scales, [num_pages, 2, num_kv_heads, page_size] beside a quantised pool, always go through XLA.
@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.platform import traced_platform
 from pallas_kernels.quantize import LARGEST, quantize
@@ -81,7 +82,8 @@ def copy_pages(
       src: i32[n] page ids to copy from; clamped to the pool.
       dst: i32[n] page ids to copy to; an entry outside [0, num_pages) is dropped. Live entries
         must differ. A page may be a source and a destination; not with "mosaic_tpu", which copies
-        pair after pair, so that a program for every device keeps the two apart.
+        in any order, so that a program for every device keeps the two apart. Nothing checks it:
+        under jit the ids have no values yet.
       implementation, interpret: as for `write_kv`.
 
     Returns:
@@ -125,7 +127,7 @@ def gather_pages(
     Args:
       kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim], or scales without the last axis.
       page_ids: i32[n]; clamped to the pool.
-      implementation, interpret: as for `write_kv`; only "xla" exists: it copies whole pages.
+      implementation, interpret: as for `write_kv`; there is no "mosaic_gpu".
 
     Returns:
       [n, 2, num_kv_heads, page_size, head_dim], or scales without the last axis.
@@ -136,7 +138,16 @@ def gather_pages(
     """
     _check_pages_or_scales(kv_pages)
     _check_ids("page_ids", page_ids)
-    return _run(kv_pages, implementation, interpret, xla=lambda: _gather_xla(kv_pages, page_ids))
+
+    def by_tpu() -> jax.Array:
+        from pallas_kernels.mosaic_tpu_update import gather_pages_tpu
+
+        return gather_pages_tpu(kv_pages, page_ids, interpret=interpret)
+
+    def by_xla() -> jax.Array:
+        return _gather_xla(kv_pages, page_ids)
+
+    return _run(kv_pages, implementation, interpret, tpu=by_tpu, xla=by_xla)
 
 
 def scatter_pages(
@@ -153,7 +164,7 @@ def scatter_pages(
       kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim], or scales without the last axis.
       page_ids: i32[n]; an entry outside [0, num_pages) is dropped. Live entries must differ.
       pages: [n, 2, num_kv_heads, page_size, head_dim] in the pool's dtype, or scales likewise.
-      implementation, interpret: as for `write_kv`; only "xla" exists: it copies whole pages.
+      implementation, interpret: as for `write_kv`; there is no "mosaic_gpu".
 
     Returns:
       The pool, with the pages in it.
@@ -166,10 +177,15 @@ def scatter_pages(
     _check_ids("page_ids", page_ids)
     _check_like("pages", pages, (page_ids.shape[0], *kv_pages.shape[1:]), kv_pages)
 
+    def by_tpu() -> jax.Array:
+        from pallas_kernels.mosaic_tpu_update import scatter_pages_tpu
+
+        return scatter_pages_tpu(kv_pages, page_ids, pages, interpret=interpret)
+
     def by_xla() -> jax.Array:
         return _scatter_xla(kv_pages, page_ids, pages)
 
-    return _run(kv_pages, implementation, interpret, xla=by_xla)
+    return _run(kv_pages, implementation, interpret, tpu=by_tpu, xla=by_xla)
 
 
 def _write_vectors(
@@ -244,16 +260,32 @@ def _write_xla(
     slots = _past_the_end(slot_mapping, num_pages * page_size)
     pages, offsets = slots // page_size, slots % page_size
     new = jnp.stack([k, v], axis=1)  # [num_tokens, 2, num_kv_heads, ...]
-    return pool.at[pages, :, :, offsets].set(new, mode="drop")
+    moved = _as_bits(pool).at[pages, :, :, offsets].set(_as_bits(new), mode="drop")
+    return _as_dtype(moved, pool.dtype)
 
 
 def _gather_xla(pool: jax.Array, page_ids: jax.Array) -> jax.Array:
     ids = jnp.clip(page_ids, 0, pool.shape[0] - 1)
-    return pool.at[ids].get(mode="promise_in_bounds")
+    return _as_dtype(_as_bits(pool).at[ids].get(mode="promise_in_bounds"), pool.dtype)
 
 
 def _scatter_xla(pool: jax.Array, page_ids: jax.Array, pages: jax.Array) -> jax.Array:
-    return pool.at[_past_the_end(page_ids, pool.shape[0])].set(pages, mode="drop")
+    ids = _past_the_end(page_ids, pool.shape[0])
+    return _as_dtype(_as_bits(pool).at[ids].set(_as_bits(pages), mode="drop"), pool.dtype)
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    """8-bit floats on a CPU as bytes: XLA would widen all of a pool in order to move some of it.
+
+    There a donated float8 pool still costs a copy of itself in temporaries; int8 does not.
+    """
+    if x.dtype != jnp.float8_e4m3fn or traced_platform() != "cpu":
+        return x
+    return lax.bitcast_convert_type(x, jnp.uint8)
+
+
+def _as_dtype(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def _widen(x: jax.Array, head_dim: int) -> jax.Array:

@@ -7,19 +7,29 @@ Blockwise online softmax over groups of query rows, in two classes that share on
 
 A class without work runs no iteration, and a group loops over just the blocks that it sees: neither
 a wide page table nor an idle class costs anything, and temporaries do not grow with the context.
+
+A row of a matrix product has other bits in a matrix of another shape, or at another row of it.
+So batch-invariant results come from one class whatever the batch: tiles of `_INVARIANT_ROWS` rows
+that begin at multiples of it in the sequence, so that a position is always at the same row of an
+equal tile. Blocks of positions begin at multiples of `_BLOCK` in any case.
+
 Knows nothing of validation: `pallas_kernels.paged_attention` has done it.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.merge import add_sinks
+
 _DECODE_ROWS = 16  # sequences that decode together
 _PREFILL_ROWS = 64  # query rows of a tile
+_INVARIANT_ROWS = 8  # query rows of a tile; few, because a sequence that decodes fills just one
 _BLOCK = 64  # kv positions of a block
 
 # out f32[..., num_q_heads, head_dim] and lse f32[..., num_q_heads] of query rows.
@@ -34,6 +44,7 @@ class _Context:
     """What every group needs; dimensions are static."""
 
     kv_pages: jax.Array  # [num_pages, 2, num_kv_heads, page_size, head_dim]
+    kv_scales: jax.Array | None  # f32[num_pages, 2, num_kv_heads, page_size]
     page_table: jax.Array  # i32[max_seqs, pages_per_seq]
     slopes: jax.Array | None  # f32[num_q_heads]
     scale: float
@@ -41,14 +52,18 @@ class _Context:
     soft_cap: float | None
 
     @property
-    def pages_per_block(self) -> int:
-        """Pages that one block gathers."""
-        return max(1, _BLOCK // self.kv_pages.shape[3])
+    def part(self) -> int:
+        """Positions that are gathered as one: a page, or a block of a page that is larger."""
+        return min(_BLOCK, self.kv_pages.shape[3])
 
-    @property
-    def block(self) -> int:
-        """Positions of one block."""
-        return self.pages_per_block * self.kv_pages.shape[3]
+
+class _Block(NamedTuple):
+    """Keys and values of one block; scales are None if the pool is not quantised."""
+
+    k: jax.Array  # f32[seqs, num_kv_heads, block, head_dim]
+    v: jax.Array
+    k_scales: jax.Array | None  # f32[seqs, num_kv_heads, block]
+    v_scales: jax.Array | None
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,9 @@ class _Work:
 
 
 # Jitted so that a model of many equal layers traces and lowers it once, not once a layer.
-@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap", "max_q_len"))
+@functools.partial(
+    jax.jit, static_argnames=("scale", "sliding_window", "soft_cap", "max_q_len", "batch_invariant")
+)
 def paged_attention_xla(
     q: jax.Array,  # [num_tokens, num_q_heads, head_dim]
     kv_pages: jax.Array,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
@@ -81,10 +98,16 @@ def paged_attention_xla(
     sinks: jax.Array | None,  # f32[num_q_heads]
     alibi_slopes: jax.Array | None,  # f32[num_q_heads]
     max_q_len: int | None,
+    kv_scales: jax.Array | None = None,  # f32[num_pages, 2, num_kv_heads, page_size]
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` after validation; out in q's dtype and lse f32[num_tokens, N]."""
+    """`paged_attention` after validation; out in q's dtype and lse f32[num_tokens, N].
+
+    The head_dim of a padded pool may be larger than that of q: its further columns hold zeros.
+    """
     context = _Context(
         kv_pages,
+        kv_scales,
         page_table,
         alibi_slopes,
         q.shape[2] ** -0.5 if scale is None else scale,
@@ -95,12 +118,17 @@ def paged_attention_xla(
     live = jnp.arange(kv_lens.shape[0], dtype=jnp.int32) < num_seqs
     q_lens = jnp.where(live, cu_q_lens[1:] - starts, 0)
     queries = q.astype(jnp.float32) * context.scale
-    out, lse = _decode(context, queries, starts, jnp.where(q_lens == 1, kv_lens, 0))
-    if max_q_len != 1:
-        q_lens = jnp.where(q_lens > 1, q_lens, 0)
-        out, lse = _prefill(context, queries, starts, q_lens, kv_lens, (out, lse))
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, kv_pages.shape[4] - q.shape[2])))
+    if batch_invariant:
+        out, lse = _invariant(context, queries, starts, q_lens, kv_lens)
+    else:
+        out, lse = _decode(context, queries, starts, jnp.where(q_lens == 1, kv_lens, 0))
+        if max_q_len != 1:
+            q_lens = jnp.where(q_lens > 1, q_lens, 0)
+            out, lse = _prefill(context, queries, starts, q_lens, kv_lens, (out, lse))
+    out = out[:, :, : q.shape[2]]
     if sinks is not None:
-        out, lse = _add_sinks(out, lse, sinks)
+        out, lse = add_sinks(out, lse, sinks)
     return out.astype(q.dtype), lse
 
 
@@ -181,6 +209,43 @@ def _prefill(
     return _attend_groups(context, work, read, write, rows)
 
 
+def _invariant(
+    context: _Context,
+    q: jax.Array,  # f32[num_tokens, num_q_heads, head_dim], scaled
+    starts: jax.Array,  # i32[max_seqs], first query row of each sequence
+    q_lens: jax.Array,  # i32[max_seqs]
+    kv_lens: jax.Array,  # i32[max_seqs]
+) -> _Rows:
+    """out and lse of all rows, in tiles that begin at multiples of their height in the sequence."""
+    num_tokens, height = q.shape[0], _INVARIANT_ROWS
+    before = jnp.where(q_lens > 0, (kv_lens - q_lens) % height, 0)  # rows of others in a first tile
+    tiles = (before + q_lens + height - 1) // height
+    ends = jnp.cumsum(tiles)
+    tile = jnp.arange(num_tokens // height + 2 * q_lens.shape[0], dtype=jnp.int32)
+    seqs = jnp.sum(ends[None] <= tile[:, None], axis=1, dtype=jnp.int32)
+    seqs = jnp.minimum(seqs, q_lens.shape[0] - 1)
+    top = (starts - before)[seqs] + (tile - ends[seqs] + tiles[seqs]) * height
+    tokens = top[:, None] + jnp.arange(height, dtype=jnp.int32)[None]
+    last = starts[seqs] + q_lens[seqs]
+    mine = (tokens >= starts[seqs][:, None]) & (tokens < last[:, None])
+    q_pos = jnp.where(mine, tokens + (kv_lens[seqs] - last)[:, None], -1)
+    work = _Work(seqs[:, None], q_pos[:, None], ends[-1])
+    # Tiles reach past both ends of the tokens.
+    q = jnp.pad(q, ((height, height), (0, 0), (0, 0)))
+
+    def read(i: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(q, top[i] + height, height)[None]
+
+    def write(i: jax.Array, rows: _Rows, new: _Rows) -> _Rows:
+        at = top[i] + height
+        out = _put_rows(rows[0], new[0][0], at, mine[i][:, None, None])
+        return out, _put_rows(rows[1], new[1][0], at, mine[i][:, None])
+
+    rows = jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
+    out, lse = _attend_groups(context, work, read, write, rows)
+    return out[height:-height], lse[height:-height]
+
+
 def _put_rows(array: jax.Array, new: jax.Array, start: jax.Array, mine: jax.Array) -> jax.Array:
     """Rows [start, ...) of the array, those that are not `mine` kept."""
     old = lax.dynamic_slice_in_dim(array, start, new.shape[0])
@@ -197,18 +262,21 @@ def _attend_groups(
     """`rows` with those of every group written."""
     low = work.seen_from(context.sliding_window)
     start, end = low.min(axis=2), work.q_pos.max(axis=2) + 1  # seen by any row of a sequence
-    first = start.min(axis=1) // context.block
-    last = (end.max(axis=1) + context.block - 1) // context.block
+    first = start.min(axis=1) // _BLOCK
+    last = (end.max(axis=1) + _BLOCK - 1) // _BLOCK
 
     def run(g: jax.Array, rows: _Rows) -> _Rows:
         def step(j: jax.Array, state: _State) -> _State:
-            kv_pos = j * context.block + jnp.arange(context.block, dtype=jnp.int32)
-            k, v = _gather_block(context, work.seqs[g], j, kv_pos, start[g], end[g])
-            scores = _adjust(context, _dot(q, k, contract=3), work.q_pos[g], kv_pos)
+            kv_pos = j * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
+            block = _gather_block(context, work.seqs[g], j, kv_pos, start[g], end[g])
+            scores = _dot(q, block.k, contract=3)
+            if block.k_scales is not None:
+                scores = scores * block.k_scales[:, :, None, None]
+            scores = _adjust(context, scores, work.q_pos[g], kv_pos)
             at = kv_pos[None, None]
             visible = (at <= work.q_pos[g][..., None]) & (at >= low[g][..., None])
             scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-            return _online_softmax(state, scores, v)
+            return _online_softmax(state, scores, block)
 
         q = _by_kv_head(read(g), context.kv_pages.shape[2])
         return write(g, rows, _finish(lax.fori_loop(first[g], last[g], step, _empty_state(q))))
@@ -223,31 +291,58 @@ def _gather_block(
     kv_pos: jax.Array,  # i32[block]
     start: jax.Array,  # i32[seqs], first position that is seen
     end: jax.Array,  # i32[seqs], one past the last
-) -> tuple[jax.Array, jax.Array]:
-    """K and V f32[seqs, num_kv_heads, block, head_dim] of block j; unseen V is zero."""
+) -> _Block:
+    """Block j of sequences; unseen V, and its scales, are zero."""
     num_pages, _, num_kv_heads, page_size, head_dim = context.kv_pages.shape
-    columns = j * context.pages_per_block + jnp.arange(context.pages_per_block, dtype=jnp.int32)
-    columns = jnp.minimum(columns, context.page_table.shape[1] - 1)
+    parts, per_page = _BLOCK // context.part, page_size // context.part
+    index = j * parts + jnp.arange(parts, dtype=jnp.int32)  # of parts, from position 0 on
+    columns = jnp.minimum(index // per_page, context.page_table.shape[1] - 1)
     ids = context.page_table[seqs[:, None], columns[None]]
     ids = jnp.clip(ids, 0, num_pages - 1)  # past the length: garbage, but inside the pool
-    seen = (kv_pos[None] >= start[:, None]) & (kv_pos[None] < end[:, None])
-    seen = seen.reshape(*ids.shape, page_size)
-    # Keys that are not seen need no zeros: `_attend` replaces their scores.
-    k, v = _gather_slabs(context, ids, 0), _gather_slabs(context, ids, 1)
-    v = jnp.where(jnp.repeat(seen, head_dim, axis=2)[:, None], v, 0.0)
-    shape = (seqs.shape[0], num_kv_heads, context.block, head_dim)
-    return k.reshape(shape), v.reshape(shape)
+    seen = (kv_pos[None] >= start[:, None]) & (kv_pos[None] < end[:, None])  # [seqs, block]
+    pool = context.kv_pages
+    if pool.dtype == jnp.float8_e4m3fn:
+        # Tied to the block, or XLA takes the cast out of the loop, and with it a copy of the pool.
+        pool, ids = lax.optimization_barrier((pool, ids))
+    gather = functools.partial(_gather_parts, ids=ids, index=index % per_page, part=context.part)
+    # Keys that are not seen need no zeros: `_attend_groups` replaces their scores.
+    k, v = gather(pool, 0), gather(pool, 1)
+    by_part = seen.reshape(*ids.shape, context.part)
+    v = jnp.where(jnp.repeat(by_part, head_dim, axis=2)[:, None], v, 0.0)
+    shape = (seqs.shape[0], num_kv_heads, _BLOCK, head_dim)
+    k, v = k.reshape(shape), v.reshape(shape)
+    if context.kv_scales is None:
+        return _Block(k, v, None, None)
+    k_scales, v_scales = (gather(context.kv_scales, kv).reshape(shape[:3]) for kv in (0, 1))
+    return _Block(k, v, k_scales, jnp.where(seen[:, None], v_scales, 0.0))
 
 
-def _gather_slabs(context: _Context, ids: jax.Array, kv: int) -> jax.Array:
-    """K (0) or V (1) of pages i32[seqs, n]: f32[seqs, num_kv_heads, n, page_size * head_dim].
+def _gather_parts(
+    pool: jax.Array,  # [num_pages, 2, num_kv_heads, page_size, ...]
+    kv: int,  # 0: K, 1: V
+    *,
+    ids: jax.Array,  # i32[seqs, n], pages
+    index: jax.Array,  # i32[n], the part of its page
+    part: int,  # positions
+) -> jax.Array:
+    """f32[seqs, num_kv_heads, n, part * ...]: equal parts of pages.
 
-    A head's slab of a page is contiguous. As one long last axis XLA copies it by vectors; as two
+    A head's part of a page is contiguous. As one long last axis XLA copies it by vectors; as two
     short ones it unrolls the loop into single elements.
     """
-    num_pages, _, num_kv_heads, page_size, head_dim = context.kv_pages.shape
-    slabs = context.kv_pages.reshape(num_pages, 2, num_kv_heads, page_size * head_dim)
-    return slabs.at[ids, kv].get(mode="promise_in_bounds").swapaxes(1, 2).astype(jnp.float32)
+    num_pages, _, num_kv_heads, page_size = pool.shape[:4]
+    dtype = pool.dtype
+    if dtype == jnp.float8_e4m3fn:  # as bytes: XLA would widen all of the pool in order to gather
+        pool = lax.bitcast_convert_type(pool, jnp.uint8)
+    if page_size == part:
+        slabs = pool.reshape(num_pages, 2, num_kv_heads, -1)
+        found = slabs.at[ids, kv].get(mode="promise_in_bounds")
+    else:
+        slabs = pool.reshape(num_pages, 2, num_kv_heads, page_size // part, -1)
+        found = slabs.at[ids, kv, :, index[None]].get(mode="promise_in_bounds")
+    if dtype == jnp.float8_e4m3fn:
+        found = lax.bitcast_convert_type(found, dtype)
+    return found.swapaxes(1, 2).astype(jnp.float32)
 
 
 def _adjust(
@@ -288,7 +383,7 @@ def _empty_state(q: jax.Array) -> _State:
 def _online_softmax(
     state: _State,
     scores: jax.Array,  # f32[seqs, num_kv_heads, group, rows, block]
-    v: jax.Array,  # f32[seqs, num_kv_heads, block, head_dim]
+    block: _Block,
 ) -> _State:
     """Folds one block in."""
     acc, peak, total = state
@@ -296,8 +391,10 @@ def _online_softmax(
     base = jnp.where(jnp.isneginf(new_peak), 0.0, new_peak)  # nothing seen yet: -inf - -inf is NaN
     weights = jnp.exp(scores - base[..., None])
     shrink = jnp.exp(peak - base)
-    acc = acc * shrink[..., None] + _dot(weights, v, contract=2)
-    return acc, new_peak, total * shrink + weights.sum(axis=-1)
+    total = total * shrink + weights.sum(axis=-1)
+    if block.v_scales is not None:
+        weights = weights * block.v_scales[:, :, None, None]
+    return acc * shrink[..., None] + _dot(weights, block.v, contract=2), new_peak, total
 
 
 def _finish(state: _State) -> _Rows:
@@ -313,10 +410,3 @@ def _dot(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
     # HIGHEST: accelerators would otherwise round float32 operands to a faster format.
     dims = (((4,), (contract,)), ((0, 1), (0, 1)))
     return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST)
-
-
-def _add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """An extra logit in the denominator; rows that saw nothing stay empty."""
-    with_sink = jnp.where(jnp.isneginf(lse), -jnp.inf, jnp.logaddexp(lse, sinks[None]))
-    shrink = jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(lse - with_sink))
-    return out * shrink[..., None], with_sink

@@ -185,3 +185,127 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     with pytest.raises(kind, match=message):
         operation(*arguments)
+
+
+QUANTIZED = [jnp.float8_e4m3fn, jnp.int8]
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_write_kv_quantises_and_keeps_what_it_does_not_write(
+    rng: np.random.Generator, dtype: Any
+) -> None:
+    pool = pool_of(rng, dtype)
+    scales = random(rng, *pool.shape[:4])
+    k, v = (random(rng, 9, HEADS, DIM - 4, dtype=jnp.bfloat16) for _ in range(2))
+    k[3, 1, 5] = np.nan
+    slots = rng.permutation(NUM_PAGES * PAGE)[:9].astype(np.int32)
+    slots[[4, 6]] = NUM_PAGES * PAGE, -1
+    write = jax.jit(pallas_kernels.write_kv)
+    got, got_scales = write(pool, k, v, slots, kv_scales=scales)
+    expected, expected_scales = reference.write_kv(pool, k, v, slots, kv_scales=scales)
+    assert np.isnan(expected_scales).sum() == 1
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint8), expected.view(np.uint8))
+    same(got_scales, expected_scales)
+
+
+def test_write_kv_puts_zeros_into_the_columns_of_a_padded_pool(rng: np.random.Generator) -> None:
+    pool = np.full((NUM_PAGES, 2, HEADS, PAGE, DIM), np.nan, np.float32)
+    k, v = (random(rng, 5, HEADS, DIM - 6) for _ in range(2))
+    slots = np.array([3, 17, 18, NUM_PAGES * PAGE, 100], np.int32)
+    got = jax.jit(pallas_kernels.write_kv)(pool, k, v, slots)
+    same(got, reference.write_kv(pool, k, v, slots))
+    assert np.all(np.asarray(got)[0, :, :, 3, DIM - 6 :] == 0)
+
+
+def test_scales_move_with_their_pages(rng: np.random.Generator) -> None:
+    scales = random(rng, NUM_PAGES, 2, HEADS, PAGE)
+    src, dst = np.array([1, 2], np.int32), np.array([2, NUM_PAGES], np.int32)
+    copied = jax.jit(pallas_kernels.copy_pages)(scales, src, dst)
+    same(copied, reference.copy_pages(scales, src, dst))
+    pages = jax.jit(pallas_kernels.gather_pages)(scales, src)
+    same(pages, scales[src])
+    same(
+        jax.jit(pallas_kernels.scatter_pages)(scales, dst, pages),
+        reference.scatter_pages(scales, dst, scales[src]),
+    )
+
+
+def test_a_donated_int8_pool_and_its_scales_are_changed_in_place() -> None:
+    def write(pool: jax.Array, scales: jax.Array, k: jax.Array, slots: jax.Array) -> Any:
+        return pallas_kernels.write_kv(pool, k, k, slots, kv_scales=scales)
+
+    pool = jax.ShapeDtypeStruct((20_000, 2, HEADS, PAGE, DIM), jnp.int8)
+    scales = jax.ShapeDtypeStruct(pool.shape[:4], jnp.float32)
+    arguments = (jax.ShapeDtypeStruct((32, HEADS, DIM), jnp.bfloat16),)
+    ids = jax.ShapeDtypeStruct((32,), jnp.int32)
+    compiled = jax.jit(write, donate_argnums=(0, 1)).lower(pool, scales, *arguments, ids).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    assert analysis.alias_size_in_bytes == pool.size + 4 * scales.size
+    assert analysis.temp_size_in_bytes < pool.size / 10
+
+
+SCALES = jnp.zeros((5, 2, 3, 8), jnp.float32)
+INT8 = POOL.astype(jnp.int8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind", "message"),
+    [
+        (
+            (POOL, TOKENS, TOKENS, I32),
+            {"kv_scales": SCALES},
+            TypeError,
+            "`kv_pages` must be float8",
+        ),
+        (
+            (INT8, TOKENS, TOKENS, I32),
+            {"kv_scales": SCALES[0]},
+            ValueError,
+            "`kv_scales` must have",
+        ),
+        ((INT8, TOKENS, TOKENS, I32), {"kv_scales": SCALES.astype(jnp.bfloat16)}, TypeError, "32"),
+        ((INT8, INT8[:4, 0, :, 0], TOKENS, I32), {"kv_scales": SCALES}, TypeError, "`k` must be"),
+        ((POOL, TOKENS, TOKENS, I32), {"implementation": "cuda"}, ValueError, "None or one of"),
+        ((POOL, TOKENS, TOKENS, I32), {"interpret": True}, ValueError, "a Mosaic implementation"),
+    ],
+)
+def test_wrong_options_are_refused(
+    arguments: tuple[Any, ...], options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        pallas_kernels.write_kv(*arguments, **options)
+
+
+def test_swapping_has_no_gpu_kernel() -> None:
+    for operation, arguments in (
+        (pallas_kernels.gather_pages, (POOL, I32)),
+        (pallas_kernels.scatter_pages, (POOL, I32, PAGES)),
+    ):
+        with pytest.raises(NotImplementedError, match="'mosaic_gpu' does not exist for this"):
+            operation(*arguments, implementation="mosaic_gpu")
+
+
+def test_tpu_kernels_are_reachable_by_name(rng: np.random.Generator) -> None:
+    pool = random(rng, 5, 2, 1, 16, 128)
+    by_tpu: dict[str, Any] = {"implementation": "mosaic_tpu", "interpret": True}
+    ids, target = np.array([3, 1], np.int32), np.array([2, 4], np.int32)
+    tokens = random(rng, 2, 1, 128)
+    same(
+        pallas_kernels.write_kv(
+            jnp.asarray(pool), jnp.asarray(tokens), jnp.asarray(tokens), jnp.asarray(ids), **by_tpu
+        ),
+        reference.write_kv(pool, tokens, tokens, ids),
+    )
+    same(
+        pallas_kernels.copy_pages(
+            jnp.asarray(pool), jnp.asarray(ids), jnp.asarray(target), **by_tpu
+        ),
+        reference.copy_pages(pool, ids, target),
+    )
+    pages = pallas_kernels.gather_pages(jnp.asarray(pool), jnp.asarray(ids), **by_tpu)
+    same(pages, pool[ids])
+    same(
+        pallas_kernels.scatter_pages(jnp.asarray(pool), jnp.asarray(target), pages, **by_tpu),
+        reference.scatter_pages(pool, target, pool[ids]),
+    )
