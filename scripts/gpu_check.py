@@ -316,7 +316,7 @@ def engine(run: Run, deadline: float) -> dict[str, Any]:
     from pagedjax import LLM, SamplingParams
     from pagedjax.models.decoder import Decoder, ModelConfig
 
-    sizes: dict[str, int] = {
+    sizes: dict[str, Any] = {
         "vocab_size": 128256, "embed_dim": 4096, "ffw_dim": 14336, "num_layers": 32,
         "num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_positions": 4096,
     }  # fmt: skip
@@ -334,7 +334,8 @@ def engine(run: Run, deadline: float) -> dict[str, Any]:
     llm = LLM(model, max_model_len=min(2048, sizes["max_positions"]), progress=False, **options)
     prompts = [[(7 * i + j) % sizes["vocab_size"] for j in range(prompt)] for i in range(batch)]
     params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
-    seconds = []
+    seconds: list[float] = []
+    outputs: list[Any] = []
     for turn in range(3):
         for ids in prompts:
             ids[0] = (ids[0] + 1 + turn) % sizes["vocab_size"]  # no prefix of the turn before
@@ -395,7 +396,9 @@ def run_part(part: Part, run: Run) -> dict[str, Any]:
     except Exception as error:  # the next part may still tell something
         result = {"passed": False, "error": f"{type(error).__name__}: {str(error)[:2000]}"}
     seconds = round(time.monotonic() - began, 1)
-    told = result.get("error") or {True: "passed", False: "FAILED"}.get(result.get("passed"), "ran")
+    told = (
+        result.get("error") or {True: "passed", False: "FAILED", None: "ran"}[result.get("passed")]
+    )
     _say(f"{part.name}: {told}, {seconds} s")
     return {**result, "part_seconds": seconds}
 

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from pallas_kernels.tuning import KernelConfig
 
 QUANTISED = ("float8_e4m3fn", "int8")
 
@@ -95,9 +94,9 @@ def seconds_a_call(call: Callable[[], Any], device: Device) -> float:
     runs = []
     for _ in range(device.repeats):
         started = time.perf_counter()
-        for _ in range(count):
-            result = call()
-        jax.block_until_ready(result)
+        for _ in range(count - 1):
+            call()
+        jax.block_until_ready(call())
         runs.append((time.perf_counter() - started) / count)
     return statistics.median(runs)
 
@@ -158,7 +157,7 @@ def tables(sizes: Sizes, rotations: int) -> jax.Array:
 
 
 def attend_call(
-    sizes: Sizes, device: Device, implementation: str, **configs: KernelConfig
+    sizes: Sizes, device: Device, implementation: str, **configs: Any
 ) -> tuple[Callable[[], Any], int]:
     """A call that attends `device.calls` times, and how often."""
     rotations = rotations_for(sizes, device)

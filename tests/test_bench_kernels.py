@@ -17,7 +17,7 @@ from scripts.kernel_timing import Device, Sizes
 
 QUICK = Device(2**12, 2**24, 1e-4, 1, 1)
 LIMITS = {"copy_bytes_per_s": 1e9, "read_bytes_per_s": 2e9, "product_flops_per_s": 1e12}
-TINY = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16}
+TINY: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16}
 ENTRY = Entry("decode", ("bfloat16", "float16"), 128, 64, 4, "columns", 8, 64, 3, 2, True, True)
 
 
@@ -30,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_prints_a_table_and_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--operations decode,write_kv --batch 2 --context 32 --page-size 16"
     arguments += " --heads 4,2 --head-dim 64 --implementation xla"
-    assert bench_kernels.main(arguments.split()) == 0
+    assert bench_kernels.main([*arguments.split()]) == 0
     *shown, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
     assert [line["what"] for line in result["lines"]] == ["decode", "write_kv"]
@@ -119,7 +119,7 @@ def _fields(entry: Entry) -> dict[str, Any]:
 @pytest.mark.parametrize("arguments", ["--operations fly", "--heads 3,2", "--batch 0"])
 def test_wrong_usage_is_refused(arguments: str) -> None:
     with pytest.raises(SystemExit) as stopped:
-        bench_kernels.main(arguments.split())
+        bench_kernels.main([*arguments.split()])
     assert stopped.value.code == 2
 
 

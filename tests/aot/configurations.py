@@ -56,11 +56,13 @@ def cases(target: Target, level: Level = "sample") -> list[Case]:
         occurs; "sample": these are dealt to decode and prefill of the chips that run the same
         kernels, and a few are compiled for all; "all": every combination (hours).
     """
+    points: list[tuple[What, dict[str, Any]]] = []
     if level == "sample":
-        points = [(what, point) for what in _TOKENS for point in _COMMON] + _share(target)
+        points += itertools.product(_TOKENS, _COMMON)
+        points += _share(target)
     else:
         every = list(product(_axes(target)) if level == "all" else pairwise(_axes(target)))
-        points = [(what, point) for what in _TOKENS for point in every]
+        points += itertools.product(_TOKENS, every)
     found = [Case(what=what, num_tokens=_TOKENS[what], **point) for what, point in points]
     found = [case for case in found if _is_served(target, case)]
     return list(dict.fromkeys([*found, *_updates(target), *_steps(target)]))
