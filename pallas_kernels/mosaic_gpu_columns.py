@@ -268,19 +268,21 @@ def _produce(z: _Sizes, g: SimpleNamespace, s: SimpleNamespace) -> None:
         which: int, head: jax.Array, ids: tuple[jax.Array, ...], tile: jax.Array, n: jax.Array
     ) -> None:
         slot = _slot(n, z.stages)
-        ring, scale = (s.v, "v_scale") if which else (s.k, "k_scale")
+        ring = s.v if which else s.k
         full, free = (s.v_full, s.v_free) if which else (s.k_full, s.k_free)
         pl.when(n >= z.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
         kv_head = lax.div(head, jnp.int32(z.passes))
-        sources = [(g.pool, ring)]
+
+        def page_of(page: jax.Array) -> Any:
+            return g.pool.at[page, which, kv_head]
+
+        def scales_of(page: jax.Array) -> Any:
+            return g.scales.at[page, which, kv_head]
+
+        ops.copy_tile(ids, tile, page_of, ring.at[slot], full.at[slot])
         if z.quantised:
-            sources.append((g.scales, getattr(s, scale)))
-        for pool, target in sources:
-
-            def source(page: jax.Array, pool: Any = pool) -> Any:
-                return pool.at[page, which, kv_head]
-
-            ops.copy_tile(ids, tile, source, target.at[slot], full.at[slot])
+            target = s.v_scale if which else s.k_scale
+            ops.copy_tile(ids, tile, scales_of, target.at[slot], full.at[slot], in_bounds=True)
 
     def run(i: jax.Array, carry: Any) -> Any:
         n, queries, words, ids = carry

@@ -100,6 +100,8 @@ def copy_tile(
     source: Any,  # page id -> GMEM ref [page_size, ...] of one head's K or V (or scales)
     target: Any,  # SMEM ref [kv_tile, ...]
     barrier: Any,  # gets max(1, kv_tile // page_size) arrivals; None: as in `copy_to_smem`
+    *,
+    in_bounds: bool = False,  # as in `copy_to_smem`
 ) -> None:
     """Starts the copies of a KV tile: one a page, or one slice of a page that is larger."""
     kv_tile = target.shape[0]
@@ -107,11 +109,11 @@ def copy_tile(
     if page_size > kv_tile:
         offset = lax.rem(tile * kv_tile, jnp.int32(page_size))
         part = source(pages[0]).at[pl.ds(offset, kv_tile)]
-        copy_to_smem(part, target, barrier)
+        copy_to_smem(part, target, barrier, in_bounds=in_bounds)
         return
     for i, page in enumerate(pages):
         part = target.at[pl.ds(i * page_size, page_size)]
-        copy_to_smem(source(page), part, barrier)
+        copy_to_smem(source(page), part, barrier, in_bounds=in_bounds)
 
 
 def scale_smem(stages: int, kv_tile: int, page_size: int) -> Any:
@@ -149,13 +151,18 @@ def load_scales(source: Any, kv_tile: int, layout: Any) -> jax.Array:
     return parts[0] if copies == 1 else jnp.concatenate(parts)
 
 
-def copy_to_smem(source: Any, target: Any, barrier: Any) -> None:
-    """Starts a copy by TMA, or where `barrier` is None (before Hopper) by cp.async, in a group."""
+def copy_to_smem(source: Any, target: Any, barrier: Any, *, in_bounds: bool = False) -> None:
+    """Starts a copy by TMA, or where `barrier` is None (before Hopper) by cp.async, in a group.
+
+    `in_bounds` promises that nothing past `source`'s array is read. Contiguous memory that is not
+    swizzled is then copied without a descriptor, to any multiple of 16 bytes; otherwise TMA writes
+    to multiples of 128 bytes only, and nothing but the hardware notices.
+    """
+    promise = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
     if barrier is None:
-        promise = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
         plgpu.copy_gmem_to_smem(source, target, oob_mode=promise)
     else:
-        plgpu.copy_gmem_to_smem(source, target, barrier)
+        plgpu.copy_gmem_to_smem(source, target, barrier, oob_mode=promise if in_bounds else None)
 
 
 def to_float16(q_tiles: jax.Array) -> tuple[jax.Array, jax.Array]:

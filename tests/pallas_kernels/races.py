@@ -1,20 +1,79 @@
 """Race detection for interpreted kernels, whatever the JAX version.
 
 The only file that may use JAX's private modules: JAX 0.11 prints a race and goes on, 0.12 raises,
-and neither says so when a test forgot to switch the detection on. Also teaches interpret mode
-`plgpu.mma`, which it lacks.
+and neither says so when a test forgot to switch the detection on. Also fills what interpret mode
+lacks:
+
+- it does not look at what wgmma reads. Here a wgmma that did not wait for its operands, a copy that
+  overwrites them too early, and a missing `commit_smem` before it are races like any other;
+- a TMA copy from outside an array brings zeros, as on the hardware. Here it is an error;
+- `plgpu.mma` does not exist (`interpret_mma`).
 """
 
 import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu
 from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as gpu
 from jax.interpreters import mlir
+
+_wgmma, _commit_smem = gpu.wgmma, gpu.memory.GPUSharedMemory.commit_smem
+_committed: dict[Any, int] = {}  # thread -> its own time at its last commit_smem
+
+
+def _own_time(memory: Any, thread: Any) -> tuple[int, int]:
+    """The place of a thread in a vector clock, and what its own clock has there."""
+    place = memory.thread_to_vc_position(thread)
+    return place, int(memory.clocks[thread].generic_clock.clock[place])
+
+
+def _commit_and_note(memory: Any, thread: Any) -> None:
+    _commit_smem(memory, thread)
+    if memory.detect_races:
+        _committed[thread] = _own_time(memory, thread)[1]
+
+
+def _checked_wgmma(**call: Any) -> Any:
+    memory = gpu._get_shared_memory()
+    if memory.detect_races:
+        for operand in ("a", "b"):
+            _check_operand(memory, call, operand)
+    return _wgmma(**call)
+
+
+@gpu.fail_on_exception
+def _check_operand(memory: Any, call: dict[str, Any], operand: str) -> None:
+    """Compares a wgmma's read of an operand with every write of it; later writes see the read."""
+    thread, races = call["thread"], gpu.get_races()
+    key = gpu.HostAllocationKey.from_array(call[f"{operand}_allocation_key_as_array"])
+    transforms = gpu._remove_noop_transforms(call[f"{operand}_transforms"])
+    access = memory.access(key, jax.tree.map(int, transforms))
+    with memory.lock:
+        place, _ = _own_time(memory, thread)
+        memory.clocks[thread].generic_clock.inc(place)
+        now = _own_time(memory, thread)[1]
+        seen = memory.clocks[thread].async_smem_clock
+        # What this thread wrote and did not commit is not before the probe; nor is it after it,
+        # because no one else has the probe's time in its last place.
+        probe = seen.copy()
+        probe.clock[place] = _committed.get(thread, 0)
+        probe.inc(len(probe.clock) - 1)
+        seen.clock[place] = now  # wgmma_sum waits for the product, so the thread has seen the read
+        read = seen.copy()
+    source_info = call.get("source_info")
+    races.check_read(thread, probe, key, access, source_info)
+    with races.lock:
+        races.reads[key] = [r for r in races.reads[key] if r[1] is not probe]
+    races.check_read(thread, read, key, access, source_info)
+
+
+gpu.wgmma = _checked_wgmma
+gpu.memory.GPUSharedMemory.commit_smem = _commit_and_note
 
 
 @contextlib.contextmanager
@@ -33,6 +92,8 @@ def no_gpu_race() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "GPURaceDetectionState", record)
+        patch.setattr(gpu.AsyncCopyGmemToSmemTask, "out_of_bounds_source_fill", None)
+        _committed.clear()
         try:
             yield
         except BaseException:
