@@ -130,9 +130,10 @@ def paged_attention(
             scale=scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
-            **{k: v for k, v in per_head.items() if k != "kv_scales" or v is not None},
+            **per_head,
             max_q_len=max_q_len,
-            **({"batch_invariant": True} if batch_invariant else {}),
+            batch_invariant=batch_invariant,
+            out_dtype=out_dtype,
         )
     else:
         plan = plan or make_plan(problem, *arrays[2:])

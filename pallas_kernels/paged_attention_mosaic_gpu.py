@@ -23,6 +23,7 @@ from pallas_kernels.score_rule import ScoreRule
 _KERNELS = {"columns": attend_columns, "rows": attend_rows, "mma": attend_mma}
 MIN_ARCH = (8, 0)
 HEAD_DIMS = (64, 128, 256)
+MIN_COPY = 1024  # bytes of a page's copy before sm_90: 8 a thread
 
 
 def attend_tiles(
@@ -91,6 +92,12 @@ def check(problem: Problem, q_dtype: Any, quantized: bool) -> None:
         raise NotImplementedError(
             f"`kv_pages` must have the dtype of `q`, {q_dtype}, for 'mosaic_gpu'. Got "
             f"{problem.dtype}. Use 'xla'."
+        )
+    if quantized and chip.arch < (9, 0) and problem.page_size * problem.head_dim < MIN_COPY:
+        raise NotImplementedError(
+            f"`kv_pages` must hold {MIN_COPY} bytes of a head's keys in a page on compute "
+            f"capability {chip.arch[0]}.{chip.arch[1]}. Got page_size {problem.page_size} of "
+            f"head_dim {problem.head_dim} in {problem.dtype}. Use larger pages, or 'xla'."
         )
     if problem.dtype == "float8_e4m3fn" and chip.arch < (8, 9):
         raise NotImplementedError(

@@ -19,7 +19,7 @@ Knows nothing of validation: `pallas_kernels.paged_attention` has done it.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,15 @@ class _Work:
 
 # Jitted so that a model of many equal layers traces and lowers it once, not once a layer.
 @functools.partial(
-    jax.jit, static_argnames=("scale", "sliding_window", "soft_cap", "max_q_len", "batch_invariant")
+    jax.jit,
+    static_argnames=(
+        "scale",
+        "sliding_window",
+        "soft_cap",
+        "max_q_len",
+        "batch_invariant",
+        "out_dtype",
+    ),
 )
 def paged_attention_xla(
     q: jax.Array,  # [num_tokens, num_q_heads, head_dim]
@@ -100,8 +108,9 @@ def paged_attention_xla(
     max_q_len: int | None,
     kv_scales: jax.Array | None = None,  # f32[num_pages, 2, num_kv_heads, page_size]
     batch_invariant: bool = False,
+    out_dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` after validation; out in q's dtype and lse f32[num_tokens, N].
+    """`paged_attention` after validation; out in `out_dtype` (None: q's), lse f32[num_tokens, N].
 
     The head_dim of a padded pool may be larger than that of q: its further columns hold zeros.
     """
@@ -129,7 +138,7 @@ def paged_attention_xla(
     out = out[:, :, : q.shape[2]]
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
-    return out.astype(q.dtype), lse
+    return out.astype(q.dtype if out_dtype is None else out_dtype), lse
 
 
 def _decode(

@@ -76,7 +76,7 @@ class WorkList:
 
     items: jax.Array  # i32[num_items, ITEM_WORDS]
     worker_items: jax.Array  # i32[workers + 1], worker w runs items [w_items[w], w_items[w + 1])
-    row_items: jax.Array  # i32[num_tiles * heads + 1], items of each row, likewise
+    row_items: jax.Array  # i32[num_tiles * heads + 1], items of each row, likewise; all are run
     split: bool = field(metadata={"static": True})  # False: item i is row i, never cut
 
 
@@ -198,11 +198,13 @@ def plan_work(
         row, begin, end = jnp.arange(first.size, dtype=jnp.int32), first, last
     items = jnp.stack(_words(tiles, row, heads, begin, end), axis=1)
     line = starts[row] + begin - first[row]  # where each item begins
+    # Nobody runs the empty items at the end: they are of rows past the live ones, and many.
+    row = jnp.where(line < total, row, first.size)
     worker = jnp.searchsorted(line, deal, side="left", method=_SEARCH).astype(jnp.int32)
     rows = jnp.arange(first.size + 1, dtype=jnp.int32)
     return WorkList(
         items=items,
-        worker_items=worker.at[0].set(0).at[-1].set(row.size),
+        worker_items=worker,
         row_items=jnp.searchsorted(row, rows, side="left", method=_SEARCH).astype(jnp.int32),
         split=split,
     )

@@ -37,8 +37,9 @@ MAX_FIELDS = 15  # of a dataclass
 MAX_POSITIONAL = 7  # parameters that can be passed by position, self not counted
 # Lines of pagedjax/. The design proposed 5,000 for the core. Loading two file formats with every
 # check of theirs, three ways to detokenise and the sampler's whole table of parameters took more;
-# a third of the lines are docstrings, comments and blanks. The median function has 6 lines.
-MAX_CORE, MAX_EDGES = 9_000, 3_000
+# a third of the lines are docstrings, comments and blanks. The median function has 6 lines. The
+# choice of a kernel, quantised pages and their options added 150.
+MAX_CORE, MAX_EDGES = 9_200, 3_000
 EDGES = {
     "batch_job", "chat_template", "cli", "doctor", "grammar", "openai_api", "page_map", "server",
     "trace",
@@ -55,6 +56,10 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
     ("pagedjax/startup.py", "StartupReport", "fields"): (
         20,
         "one field for each figure that operators read at start-up; it goes to JSON as it is",
+    ),
+    ("pallas_kernels/mosaic_gpu_mma.py", "_Worker", "methods"): (
+        16,
+        "the steps of one kernel body, which share its sizes, inputs and memory",
     ),
     ("pagedjax/request.py", "Sequence", "fields"): (
         16,
@@ -286,7 +291,11 @@ def test_nothing_runs_what_a_file_says() -> None:
 
 def test_only_the_runner_compiles() -> None:
     # Jitted so that the layers of a model share one trace; it is compiled as part of a step.
-    traced_once = {"pallas_kernels/paged_attention_xla.py"}
+    traced_once = {
+        "pallas_kernels/attention_plan.py",
+        "pallas_kernels/paged_attention_xla.py",
+        "pallas_kernels/work_plan.py",
+    }
     others = {path: source for path, source in KERNELS.items() if path not in traced_once}
     assert not complaints(compiles, others)
     found = complaints(compiles, LIBRARY)

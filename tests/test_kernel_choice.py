@@ -151,9 +151,7 @@ def test_an_engine_on_interpreted_kernels_answers_as_one_on_xla(
     sizes = {"max_model_len": 16, "max_num_seqs": 1, "max_num_batched_tokens": 4, "num_pages": 4}
     options: dict[str, Any] = {"tokenizer": ByteTokenizer(), "page_size": 8, **sizes}
     model = TinyLM(dtype=BF16)
-    expected_tokens, expected = logprobs(
-        LLM(model, kv_cache_dtype=cache, **options), ["abcdef"]
-    )
+    expected_tokens, expected = logprobs(LLM(model, kv_cache_dtype=cache, **options), ["abcdef"])
     for name in ("paged_attention", "write_kv", "copy_pages"):
         monkeypatch.setattr(pallas_kernels, name, interpreted(getattr(pallas_kernels, name), kind))
     races.interpret_mma()
