@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu
+from jax._src.pallas.mosaic.interpret.race_detection_state import _ranges_overlap
 from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as gpu
 from jax.interpreters import mlir
 
 _wgmma, _commit_smem = gpu.wgmma, gpu.memory.GPUSharedMemory.commit_smem
 _committed: dict[Any, int] = {}  # thread -> its own time at its last commit_smem
+_read_times: set[tuple[Any, int]] = set()  # (thread, its own time) of the reads of wgmma
 
 
 def _own_time(memory: Any, thread: Any) -> tuple[int, int]:
@@ -54,22 +56,22 @@ def _check_operand(memory: Any, call: dict[str, Any], operand: str) -> None:
     transforms = gpu._remove_noop_transforms(call[f"{operand}_transforms"])
     access = memory.access(key, jax.tree.map(int, transforms))
     with memory.lock:
-        place, _ = _own_time(memory, thread)
+        place, before = _own_time(memory, thread)
         memory.clocks[thread].generic_clock.inc(place)
-        now = _own_time(memory, thread)[1]
-        seen = memory.clocks[thread].async_smem_clock
-        # What this thread wrote and did not commit is not before the probe; nor is it after it,
-        # because no one else has the probe's time in its last place.
-        probe = seen.copy()
-        probe.clock[place] = _committed.get(thread, 0)
-        probe.inc(len(probe.clock) - 1)
-        seen.clock[place] = now  # wgmma_sum waits for the product, so the thread has seen the read
-        read = seen.copy()
-    source_info = call.get("source_info")
-    races.check_read(thread, probe, key, access, source_info)
+        # The kernels wait for the product at once, so the thread has seen the read; and the
+        # read needs no commit_smem, which is what else brings the thread's time to this clock.
+        clock = memory.clocks[thread].async_smem_clock
+        clock.clock[place] = before + 1
+        _read_times.add((thread, before + 1))
+        read = clock.copy()
     with races.lock:
-        races.reads[key] = [r for r in races.reads[key] if r[1] is not probe]
-    races.check_read(thread, read, key, access, source_info)
+        mine = [(c, where) for owner, c, where, _ in races.writes[key] if owner == thread]
+    for written, where in mine:  # by the thread itself, or by a copy that it started
+        time = int(written.clock[place])
+        by_itself = (thread, time) not in _read_times
+        if by_itself and time > _committed.get(thread, 0) and _ranges_overlap(where, access.range):
+            raise RuntimeError(f"RACE DETECTED: no commit_smem before wgmma reads {key}")
+    races.check_read(thread, read, key, access, call.get("source_info"))
 
 
 gpu.wgmma = _checked_wgmma
@@ -94,6 +96,7 @@ def no_gpu_race() -> Iterator[None]:
         patch.setattr(gpu, "GPURaceDetectionState", record)
         patch.setattr(gpu.AsyncCopyGmemToSmemTask, "out_of_bounds_source_fill", None)
         _committed.clear()
+        _read_times.clear()
         try:
             yield
         except BaseException:
