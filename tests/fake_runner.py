@@ -81,6 +81,8 @@ class FakeRunner:
         self._spoil_unused(plan)
         size = self._config.page_size
         pages = self._pool.reshape(-1, size)
+        sources, targets = ({getattr(copy, end) for copy in plan.copies} for end in ("src", "dst"))
+        assert not sources & targets, "a device may copy in any order"
         old = [pages[copy.src].copy() for copy in plan.copies]
         for copy, content in zip(plan.copies, old, strict=True):
             pages[copy.dst] = content
