@@ -4,6 +4,16 @@ Owns the kernel and what it can do. A CTA is a producer warpgroup, which brings 
 consumer warpgroup, which computes S^T = K Q^T and O^T = V^T P^T with wgmma. wgmma wants 64 rows but
 takes 8 columns, so 64 positions x 8 query rows fill it without padding. CTAs are persistent: each
 runs its share of a work list, and the ring of KV tiles never drains between two items.
+
+Registers a thread, as compiled for sm_90a with kv_tile 64, P split and no spills; two CTAs share an
+SM up to 128 registers and 115,712 bytes. Bytes are about
+`stages * 2 * kv_tile * head_dim * itemsize + rows * (4 * head_dim + 256) + 2,208`, and of a
+quantised pool also `kv_tile * (2 * head_dim + 8 * stages)`.
+
+    head_dim        64            128            192            256
+    rows          8  16  32    8   16   32    8   16   32    8   16   32
+    16-bit pool  75  92 127   96  120  164  116  143  196  128  157  234
+    e4m3, int8   87  95 139  143  158  196    -  208    -  233  246  spills: use 16 rows
 """
 
 from dataclasses import dataclass

@@ -27,8 +27,9 @@ def tiled(dtype: Any, width: int, most: int = 128) -> tuple[Any, Any]:
     """
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = most if width * itemsize % most == 0 else 64
-    tiling = plgpu.TilingTransform((8, swizzle // itemsize))
-    return tiling, plgpu.SwizzleTransform(swizzle)
+    transforms: Any = plgpu  # pyright takes these two for abstract classes
+    tiling = transforms.TilingTransform((8, swizzle // itemsize))
+    return tiling, transforms.SwizzleTransform(swizzle)
 
 
 def tiled_smem(shape: tuple[int, ...], dtype: Any, most: int = 128) -> Any:
@@ -55,7 +56,7 @@ def wgmma_sum(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> jax.Array:
             plgpu.wgmma(acc, a, b)
         return acc[...]
 
-    return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(body, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def wgmma_onto(acc: jax.Array, *pairs: tuple[Any, Any]) -> jax.Array:
@@ -68,7 +69,7 @@ def wgmma_onto(acc: jax.Array, *pairs: tuple[Any, Any]) -> jax.Array:
         for a, b in pairs:
             plgpu.wgmma(acc_ref, a, b)
 
-    product: Any = pl.run_state(body)(plgpu.ACC.init(acc))
+    product: Any = pl.run_state(body)(plgpu.WGMMAAccumulatorRef.init(acc))
     return product
 
 

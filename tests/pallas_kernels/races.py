@@ -20,9 +20,10 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu
 from jax._src.pallas.mosaic.interpret.race_detection_state import _ranges_overlap
 from jax._src.pallas.mosaic_gpu import primitives
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as gpu
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.interpreters import mlir
 
+gpu: Any = gpu_callbacks
 _wgmma, _commit_smem = gpu.wgmma, gpu.memory.GPUSharedMemory.commit_smem
 _committed: dict[Any, int] = {}  # thread -> its own time at its last commit_smem
 _read_times: set[tuple[Any, int]] = set()  # (thread, its own time) of the reads of wgmma

@@ -238,7 +238,8 @@ def test_random_quantised_batches(dtype: Any, page_size: int, head_dim: int) -> 
 # --------------------------------------------------------------------------- tests of the tests
 
 
-RACE = r"(?i)race was found|race detected"
+# JAX 0.11 goes on after a race, and may then fail because nobody waited for a barrier.
+RACE = r"(?i)race was found|race detected|no threads? observed"
 
 
 def small_batch(rng: np.random.Generator) -> tuple[cases.Shape, cases.Batch]:
@@ -317,13 +318,13 @@ def test_refuses_what_it_cannot_do(name: str) -> None:
         "scales": False, "out_dtype": jnp.float32, "kv_tile": 64, "rows": 8,
     } | change  # fmt: skip
     rows, kv_tile, page_size = given["rows"], given["kv_tile"], given["page_size"]
-    integers = (jnp.zeros(n, jnp.int32) for n in (3, 5))
+    items, workers, bounds = (jnp.zeros(n, jnp.int32) for n in ((4, 8), 3, 5))
     with pytest.raises(NotImplementedError, match=message):
         attend_columns(
             jnp.zeros((2, 2, rows, given["head_dim"]), given["q_dtype"]),
             jnp.zeros((3, 2, 2, page_size, given["head_dim"]), given["dtype"]),
             jnp.zeros((2, 4), jnp.int32),
-            WorkList(jnp.zeros((4, 8), jnp.int32), *integers, False),
+            WorkList(items, workers, bounds, False),
             shape=TileShape(4, 1, 2, rows, kv_tile),
             rule=ScoreRule(0.1),
             config=KernelConfig("columns", rows, kv_tile, 2, 2),
