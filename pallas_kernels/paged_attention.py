@@ -101,8 +101,8 @@ def paged_attention(
     _check_scales(kv_pages, kv_scales)
     _check_rows(page_table, kv_lens, cu_q_lens, num_seqs)
     _check_options(scale, sliding_window, soft_cap, max_q_len)
-    for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        _check_per_head(name, per_head, q.shape[1])
+    for name, array in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        _check_per_head(name, array, q.shape[1])
     chosen, problem = _choose(
         q,
         kv_pages,
@@ -116,10 +116,10 @@ def paged_attention(
     if plan is not None:
         _check_plan(plan, problem)
     arrays = (q, kv_pages, page_table, kv_lens, cu_q_lens, num_seqs)
-    scale = q.shape[2] ** -0.5 if scale is None else scale
     per_head: dict[str, Any] = {
         "sinks": sinks, "alibi_slopes": alibi_slopes, "kv_scales": kv_scales
     }  # fmt: skip
+    scale = float(q.shape[2] ** -0.5 if scale is None else scale)
     rule = ScoreRule(scale, sliding_window, soft_cap)
     out_dtype = q.dtype if out_dtype is None else jnp.dtype(out_dtype)
     if chosen == "reference":

@@ -103,9 +103,23 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     plan = make_plan(problem, *arrays[2:], cascade=cascade, decode=decode, prefill=PREFILL)
     options: dict[str, Any] = {"sinks": None, "alibi_slopes": None, "kv_scales": None} | per_head
+    q, kv_pages, page_table = arrays[:3]
     return paged_attention_mosaic(
-        *arrays[:3], plan, obey, rule=rule, **options, out_dtype=jnp.float32, interpret=False
+        q,
+        kv_pages,
+        page_table,
+        plan,
+        obey,
+        rule=rule,
+        **options,
+        out_dtype=jnp.float32,
+        interpret=False,
     )
+
+
+def arrays_of(batch: Batch) -> Any:
+    """NumPy's, which JAX takes as well as its own."""
+    return batch.arrays
 
 
 def problem_of(shape: Shape, **changes: Any) -> Problem:
@@ -219,7 +233,9 @@ def kv_tiles_read(plan: AttentionPlan) -> int:
 def test_a_cascade_reads_a_shared_run_once_for_each_tile_of_members() -> None:
     batch = shared_batch(CASCADED, np.random.default_rng(1), [(8, 20)], 0)
     problem = problem_of(CASCADED)
-    make = functools.partial(make_plan, problem, *batch.arrays[2:], decode=DECODE, prefill=PREFILL)
+    make = functools.partial(
+        make_plan, problem, *arrays_of(batch)[2:], decode=DECODE, prefill=PREFILL
+    )
     heads, members_per_tile = CASCADED.num_kv_heads, 2
     saved = kv_tiles_read(make()) - kv_tiles_read(make(cascade=True))
     assert saved == (8 - 8 // members_per_tile) * 20 * heads
@@ -230,7 +246,7 @@ def test_prompts_and_idle_sequences_are_in_no_group() -> None:
     batch = make_batch(CASCADED, rng, [400] * 5, [1, 0, 3, 1, 0])
     batch.page_table[:5] = batch.page_table[0]
     plan = make_plan(
-        problem_of(CASCADED), *batch.arrays[2:], cascade=True, decode=DECODE, prefill=PREFILL
+        problem_of(CASCADED), *arrays_of(batch)[2:], cascade=True, decode=DECODE, prefill=PREFILL
     )
     assert plan.prefix is not None
     assert int(plan.prefix.tiles.count) == 0
@@ -287,7 +303,7 @@ def test_fixed_chunks_do_not_depend_on_the_batch() -> None:
 
     def cuts(kv_lens: list[int]) -> list[tuple[int, int]]:
         batch = make_batch(shape, rng, kv_lens, [1] * len(kv_lens))
-        plan = make_plan(problem, *batch.arrays[2:], decode=SPLIT, prefill=PREFILL)
+        plan = make_plan(problem, *arrays_of(batch)[2:], decode=SPLIT, prefill=PREFILL)
         work = plan.classes[0].work
         assert work is not None
         items = np.asarray(work.items)
@@ -306,7 +322,7 @@ def test_a_large_group_goes_in_passes() -> None:
 def test_a_plan_for_another_problem_is_refused() -> None:
     shape = Shape(8, 2, 3, 64, 5, 60, 150)
     batch = make_batch(shape, np.random.default_rng(0), [9], [1], jnp.bfloat16)
-    q, pool, table, *metadata = batch.arrays
+    q, pool, table, *metadata = arrays_of(batch)
     make = functools.partial(
         pallas_kernels.plan_attention,
         *metadata,
@@ -319,7 +335,7 @@ def test_a_plan_for_another_problem_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"made for sliding_window 8 \(now None\)"):
         pallas_kernels.paged_attention(
-            *batch.arrays,
+            *arrays_of(batch),
             plan=make(sliding_window=8),
             implementation="mosaic_gpu",
             interpret=True,
