@@ -7,7 +7,8 @@ converted, except into a quantised pool: there `pallas_kernels.quantize` says ho
   mosaic_gpu  TMA copies (`mosaic_gpu_update`): sm_90 and later; none for swapping
   mosaic_tpu  DMA (`mosaic_tpu_update`)
 
-Scales, [num_pages, 2, num_kv_heads, page_size] beside a quantised pool, always go through XLA.
+Scales, [num_pages, 2, num_kv_heads, page_size] beside a quantised pool, go through XLA, but for the
+writes of mosaic_tpu: the compiler for TPUs would copy all scales for a scatter into them.
 """
 
 from collections.abc import Callable
@@ -42,7 +43,8 @@ def write_kv(
       slot_mapping: i32[num_tokens], page * page_size + page offset; an entry outside
         [0, num_pages * page_size) is dropped. Live entries must differ.
       kv_scales: f32[num_pages, 2, num_kv_heads, page_size] of a pool of float8_e4m3fn or int8:
-        each vector is quantised (`pallas_kernels.quantize`). DONATES it too.
+        each vector is quantised (`pallas_kernels.quantize`). DONATES it too. "mosaic_tpu" takes
+        pages of 128 tokens.
       implementation: "mosaic_gpu", "mosaic_tpu" or "xla"; None is the best for the device. A named
         one that cannot do the job raises.
       interpret: run a Mosaic implementation on the CPU; it has to be named.
@@ -63,8 +65,8 @@ def write_kv(
     _check_scales(kv_pages, kv_scales)
     (k, k_scales), (v, v_scales) = (quantize(x, kv_pages.dtype) for x in (k, v))
     k, v = (_widen(x, kv_pages.shape[4]) for x in (k, v))
-    kv_pages = _write_vectors(kv_pages, k, v, slot_mapping, implementation, interpret)
-    return kv_pages, _write_xla(kv_scales, k_scales, v_scales, slot_mapping)
+    scales = (kv_scales, k_scales, v_scales)
+    return _write_vectors(kv_pages, k, v, slot_mapping, implementation, interpret, scales)
 
 
 def copy_pages(
@@ -195,19 +197,27 @@ def _write_vectors(
     slot_mapping: jax.Array,
     implementation: str | None,
     interpret: Any,
-) -> jax.Array:
-    def by_gpu() -> jax.Array:
+    scales: tuple[jax.Array, jax.Array, jax.Array] | None = None,  # the pool's, of k, of v
+) -> Any:
+    """The pool; with `scales` (the pool, its scales)."""
+
+    def by_gpu() -> Any:
         from pallas_kernels.mosaic_gpu_update import write_kv_gpu
 
-        return write_kv_gpu(kv_pages, k, v, slot_mapping, interpret=interpret)
+        pages = write_kv_gpu(kv_pages, k, v, slot_mapping, interpret=interpret)
+        return pages if scales is None else (pages, _write_xla(*scales, slot_mapping))
 
-    def by_tpu() -> jax.Array:
-        from pallas_kernels.mosaic_tpu_update import write_kv_tpu
+    def by_tpu() -> Any:
+        from pallas_kernels.mosaic_tpu_update import write_kv_tpu, write_scales_tpu
 
-        return write_kv_tpu(kv_pages, k, v, slot_mapping, interpret=interpret)
+        if scales is None:
+            return write_kv_tpu(kv_pages, k, v, slot_mapping, interpret=interpret)
+        written = write_scales_tpu(*scales, slot_mapping, interpret=interpret)
+        return write_kv_tpu(kv_pages, k, v, slot_mapping, interpret=interpret), written
 
-    def by_xla() -> jax.Array:
-        return _write_xla(kv_pages, k, v, slot_mapping)
+    def by_xla() -> Any:
+        pages = _write_xla(kv_pages, k, v, slot_mapping)
+        return pages if scales is None else (pages, _write_xla(*scales, slot_mapping))
 
     return _run(kv_pages, implementation, interpret, gpu=by_gpu, tpu=by_tpu, xla=by_xla)
 
@@ -217,10 +227,10 @@ def _run(
     implementation: str | None,
     interpret: Any,
     *,
-    xla: Callable[[], jax.Array],
-    gpu: Callable[[], jax.Array] | None = None,
-    tpu: Callable[[], jax.Array] | None = None,
-) -> jax.Array:
+    xla: Callable[[], Any],
+    gpu: Callable[[], Any] | None = None,
+    tpu: Callable[[], Any] | None = None,
+) -> Any:
     """By the implementation named, or by the best that can."""
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(

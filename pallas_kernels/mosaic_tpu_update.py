@@ -2,9 +2,12 @@
 
 Same contracts as `kv_update`, whose checks have passed. A tile of a page cannot be written in
 part, so new tokens go in by reading, changing and writing back their page, once for each run of
-tokens that follow each other in one page; a run that fills its page reads nothing.
+tokens that follow each other in one page; a run that fills its page reads nothing. Scales likewise,
+a page's slab [2 * num_kv_heads, page_size] at a time, with the tokens along the lanes.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +17,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import tuning
 from pallas_kernels.mosaic_tpu_ops import interpret_params
 
 MAX_TOKENS = 2**15  # of one call of the kernel: each takes 12 bytes of the scalar memory's 2**20
 RING_BYTES = 8 * 2**20  # of vector memory for pages in flight
 MAX_PAGE_BYTES = 4 * 2**20  # of a page: two are in flight, each with its new tokens
 VMEM_LIMIT = 48 * 2**20
-TURNED = 32  # bytes of a column of a token (heads of K and of V) that go into a page together
+SMALL_VMEM = 16 * 2**20  # all that a TPU v4 has
+SPARE_VMEM = 2 * 2**20  # for what the compiler adds
+TILE_BYTES = 32  # of a column of a tile, whatever the dtype: 8 rows of 32 bits
+LANES = 128
+SCALE_BYTES = 2 * 2**20  # of vector memory for the new scales of one call of the kernel
 COPIES = 8  # page copies in flight
 RUN_WORDS = 5  # of a run in flight: the fields of `_Run` but the last
 PAGE = 1  # its page
@@ -29,31 +37,26 @@ CURSOR, STORED, STATE_WORDS = range(3)  # where the next run begins; runs known 
 
 @dataclass(frozen=True)
 class _Refs:
-    """Memory of the writing kernel. A token is its keys, then its values: 2 * num_kv_heads rows."""
+    """Memory of a writing kernel; what a page holds is the business of `copy_new` and `merge`."""
 
     count: Any  # SMEM i32[2]: runs, and where the first begins
     slots: Any  # SMEM i32[num_tokens]
     lengths: Any  # SMEM i32[num_tokens], of the run that begins here
     nexts: Any  # SMEM i32[num_tokens], where the run after it begins
-    new: Any  # HBM [num_tokens, 2 * num_kv_heads, head_dim]
-    pages: Any  # HBM [num_pages, 2 * num_kv_heads, page_size, head_dim]
-    page: Any  # VMEM [ring, 2 * num_kv_heads, page_size, head_dim]
-    tokens: Any  # VMEM [ring, page_size, 2 * num_kv_heads, head_dim]
+    pages: Any  # HBM [num_pages, ...]
+    page: Any  # VMEM [ring, ...]
     runs: Any  # SMEM i32[ring * RUN_WORDS]
     state: Any  # SMEM i32[STATE_WORDS]
     page_in: Any  # DMA semaphores [ring], likewise:
-    tokens_in: Any
     page_out: Any
+    page_size: int  # tokens of a page
+    copy_new: Callable[["_Refs", "_Run", Any], None]  # starts, or waits for, what a run brings
+    merge: Callable[["_Refs", "_Run"], None]  # puts it into the page in the ring
 
     @property
     def ring(self) -> int:
         """Runs in flight."""
         return self.page.shape[0]
-
-    @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        return self.page.shape[2]
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,79 @@ class _Run:
         """Nothing of what the page held stays."""
         return self.length == refs.page_size
 
-    def window(self, refs: _Refs) -> jax.Array:
+
+@dataclass(frozen=True)
+class _Vectors:
+    """Keys and values on their way into pages [2 * num_kv_heads, page_size, head_dim].
+
+    A token is its keys, then its values: 2 * num_kv_heads rows.
+    """
+
+    new: Any  # HBM [num_tokens, 2 * num_kv_heads, head_dim]
+    tokens: Any  # VMEM [ring, page_size, 2 * num_kv_heads, head_dim]
+    arrived: Any  # DMA semaphores [ring]
+
+    def window(self, run: _Run) -> jax.Array:
         """First of the page_size tokens that are copied for a run of several."""
-        return jnp.minimum(self.token, refs.new.shape[0] - refs.page_size)
+        return jnp.minimum(run.token, self.new.shape[0] - self.tokens.shape[1])
+
+    def copy(self, _: _Refs, run: _Run, do: Any) -> None:
+        """Starts, or waits for, the copy of a run's tokens: one, or as many as a page has."""
+        one = run.length == 1
+
+        def copy(first: jax.Array, size: int) -> Any:
+            source = self.new.at[pl.ds(first, size)]
+            target = self.tokens.at[run.place, pl.ds(0, size)]
+            return pltpu.make_async_copy(source, target, self.arrived.at[run.place])
+
+        @pl.when(one)
+        def _() -> None:
+            do(copy(run.token, 1))
+
+        @pl.when(~one)
+        def _() -> None:
+            do(copy(self.window(run), self.tokens.shape[1]))
+
+    def merge(self, refs: _Refs, run: _Run) -> None:
+        """Tokens [page_size, heads, head_dim] into the page [heads, page_size, head_dim]."""
+        all_heads, page_size, head_dim = refs.page.shape[1:]
+        some = TILE_BYTES // refs.page.dtype.itemsize  # rows of a tile
+        place = run.place
+
+        @pl.when(run.length == 1)
+        def _() -> None:
+            rows, start = page_size, 0
+            if page_size % some == 0 and page_size > some:
+                rows, start = some, lax.div(run.offset, jnp.int32(some)) * some
+                start = pl.multiple_of(start, some)
+            old, token = refs.page[place, :, pl.ds(start, rows)], self.tokens[place, 0]
+            row = start + lax.broadcasted_iota(jnp.int32, old.shape, 1)
+            new = jnp.where(row == run.offset, token[:, None, :], old)
+            refs.page[place, :, pl.ds(start, rows)] = new
+
+        def turn(heads: Any, columns: Any) -> None:
+            # Turned in 32 bits, the only width whose rows move freely; exact for every pool dtype.
+            tokens = self.tokens[place, :, heads, columns].astype(jnp.float32).swapaxes(0, 1)
+            shift = run.offset - run.token + self.window(run)
+            shift = lax.rem(shift + page_size, jnp.int32(page_size))
+            tokens = pltpu.roll(tokens, shift, 1).astype(refs.page.dtype)
+            row = lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
+            mine = (row >= run.offset) & (row < run.offset + run.length)
+            old = refs.page[place, heads, :, columns]
+            refs.page[place, heads, :, columns] = jnp.where(mine, tokens, old)
+
+        @pl.when(run.length > 1)
+        def _() -> None:
+            heads = _turned_heads(all_heads, refs.page.dtype)
+            width = LANES if head_dim % LANES == 0 else head_dim
+            for column in range(0, head_dim, width):  # what is turned at once fills vector memory
+                columns = pl.ds(column, width)
+                lax.fori_loop(
+                    0,
+                    all_heads // heads,
+                    lambda i, _, columns=columns: turn(pl.ds(i * heads, heads), columns),
+                    None,
+                )
 
 
 def write_kv_tpu(
@@ -105,57 +178,208 @@ def write_kv_tpu(
       The pool, with the tokens in it.
 
     Raises:
-      NotImplementedError: a page is too large for the vector memory.
+      NotImplementedError: a page is too large for the vector memory, or holds float16.
     """
     _, _, num_kv_heads, page_size, head_dim = kv_pages.shape
-    page_bytes = 2 * num_kv_heads * page_size * head_dim * kv_pages.dtype.itemsize
-    if page_bytes > MAX_PAGE_BYTES:
+    if kv_pages.dtype == jnp.float16:
         raise NotImplementedError(
-            f"`kv_pages` must have pages of at most {MAX_PAGE_BYTES} bytes for 'mosaic_tpu'. Got "
+            "`kv_pages` must not be float16 for 'mosaic_tpu': TPUs do not compute in it. Use "
+            "bfloat16, or 'xla'."
+        )
+    page_bytes = 2 * num_kv_heads * page_size * head_dim * kv_pages.dtype.itemsize
+    most = min(MAX_PAGE_BYTES, _ring_bytes(2 * num_kv_heads, page_size, kv_pages.dtype) // 4)
+    if page_bytes > most:
+        raise NotImplementedError(
+            f"`kv_pages` must have pages of at most {most} bytes for 'mosaic_tpu'. Got "
             f"{page_bytes}. Use smaller pages, or 'xla'."
         )
     new = jnp.concatenate([k, v], axis=1)
     pages = kv_pages.reshape(-1, 2 * num_kv_heads, page_size, head_dim)
     for start in range(0, new.shape[0], MAX_TOKENS):
         part = slice(start, start + MAX_TOKENS)
-        pages = _write(pages, new[part], slot_mapping[part], interpret)
+        pages = _write_vectors(pages, new[part], slot_mapping[part], interpret)
     return pages.reshape(kv_pages.shape)
 
 
-def _write(pages: jax.Array, new: jax.Array, slots: jax.Array, interpret: Any) -> jax.Array:
+def _vmem() -> int:
+    """Bytes that a kernel may take on the chip that the trace is for."""
+    return SMALL_VMEM if tuning.current_chip("mosaic_tpu").kind == "TPU v4" else VMEM_LIMIT
+
+
+def _turned_heads(all_heads: int, dtype: Any) -> int:
+    """Heads (of K and of V) of a run that are turned into a page together: whole tiles."""
+    rows = TILE_BYTES // dtype.itemsize
+    return rows if all_heads % rows == 0 else all_heads
+
+
+def _ring_bytes(all_heads: int, page_size: int, dtype: Any) -> int:
+    """Vector memory that is left for pages in flight and their tokens."""
+    turned = 4 * _turned_heads(all_heads, dtype) * page_size * LANES * 4  # four float32 copies
+    return _vmem() - SPARE_VMEM - turned
+
+
+def _write_vectors(
+    pages: jax.Array,  # [num_pages, 2 * num_kv_heads, page_size, head_dim]
+    new: jax.Array,  # [num_tokens, 2 * num_kv_heads, head_dim]
+    slots: jax.Array,
+    interpret: Any,
+) -> jax.Array:
     _, per_token, page_size, head_dim = pages.shape
-    scalars = _find_runs(slots, pages.shape[0], page_size)
     # A copy takes a whole page of tokens, wherever the run begins.
     missing = max(0, page_size - new.shape[0])
     new = jnp.pad(new, ((0, missing), (0, 0), (0, 0)))
     page_bytes = per_token * page_size * head_dim * pages.dtype.itemsize
-    ring = max(2, min(16, RING_BYTES // (2 * page_bytes)))
-    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    ring_bytes = min(RING_BYTES, _ring_bytes(per_token, page_size, pages.dtype))
+    ring = max(2, min(16, ring_bytes // (2 * page_bytes)))
 
-    def body(*refs: Any) -> None:
-        _write_runs(_Refs(*refs[:5], *refs[6:]))  # without the pool as an input: it is the output
+    def handle(new: Any, tokens: Any, arrived: Any) -> Any:
+        vectors = _Vectors(new, tokens, arrived)
+        return vectors.copy, vectors.merge
+
+    return _call(
+        handle,
+        pages,
+        new,
+        slots,
+        name=f"write_kv_{page_size}",
+        page_size=page_size,
+        ring=ring,
+        new_in=pltpu.HBM,
+        scratch=[
+            pltpu.VMEM((ring, page_size, per_token, head_dim), pages.dtype),
+            pltpu.SemaphoreType.DMA((ring,)),
+        ],
+        interpret=interpret,
+    )
+
+
+def write_scales_tpu(
+    kv_scales: jax.Array,
+    k_scales: jax.Array,
+    v_scales: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    interpret: Any = False,
+) -> jax.Array:
+    """**DONATES** under a donating jit. The scales of new tokens, in place.
+
+    In place for 1, 2, 4 or a multiple of 8 KV heads: others the compiler for TPUs keeps in an order
+    of its own, and copies all scales there and back.
+
+    Args:
+      kv_scales: f32[num_pages, 2, num_kv_heads, page_size].
+      k_scales, v_scales: f32[num_tokens, num_kv_heads].
+      slot_mapping: i32[num_tokens]; outside the pool: dropped. Live entries must differ.
+      interpret: False, True (strict), or interpret parameters.
+
+    Returns:
+      The scales of the pool, with those of the tokens in them.
+
+    Raises:
+      NotImplementedError: the page size is not 128.
+    """
+    num_kv_heads, page_size = kv_scales.shape[2:]
+    check_scales(page_size)
+    per_token = 2 * num_kv_heads
+    most = min(MAX_TOKENS, SCALE_BYTES // (4 * per_token) // LANES * LANES)
+    new = jnp.concatenate([k_scales, v_scales], axis=1)
+    pages = kv_scales.reshape(-1, per_token, LANES)
+    for start in range(0, new.shape[0], most):
+        part = slice(start, start + most)
+        pages = _write_scales(pages, new[part], slot_mapping[part], interpret)
+    return pages.reshape(kv_scales.shape)
+
+
+def check_scales(page_size: int) -> None:
+    """Raises `NotImplementedError` for the page sizes whose scales the kernels cannot take."""
+    if page_size != LANES:
+        raise NotImplementedError(
+            f"`kv_scales` must be of pages of {LANES} tokens for 'mosaic_tpu': the compiler keeps "
+            f"the scales of smaller pages in an order that would have them all copied in every "
+            f"call. Got page_size {page_size}. Use page_size {LANES}, or 'xla'."
+        )
+
+
+def _write_scales(
+    scales: jax.Array,  # f32[num_pages, 2 * num_kv_heads, LANES]
+    new: jax.Array,  # f32[num_tokens, 2 * num_kv_heads]
+    slots: jax.Array,
+    interpret: Any,
+) -> jax.Array:
+    num_tokens, per_token = new.shape
+    new = jnp.pad(new, ((0, -num_tokens % LANES), (0, 0)))
+    blocks = new.reshape(-1, LANES, per_token).swapaxes(1, 2)  # along the lanes, as in a page
+
+    return _call(
+        lambda new: (lambda *_: None, functools.partial(_merge_scales, new)),
+        scales,
+        blocks,
+        slots,
+        name="write_scales",
+        page_size=LANES,
+        ring=16,
+        new_in=pltpu.VMEM,
+        scratch=[],
+        interpret=interpret,
+    )
+
+
+def _merge_scales(new: Any, refs: _Refs, run: "_Run") -> None:
+    """Columns of a page: new VMEM f32[blocks, 2 * num_kv_heads, LANES] has a run in two blocks."""
+    block, first = lax.div(run.token, jnp.int32(LANES)), lax.rem(run.token, jnp.int32(LANES))
+    shift = lax.rem(run.offset - first + LANES, jnp.int32(LANES))
+    column = lax.broadcasted_iota(jnp.int32, new.shape[1:], 1)
+    begins = pltpu.roll(new[block], shift, 1)
+    ends = pltpu.roll(new[jnp.minimum(block + 1, new.shape[0] - 1)], shift, 1)
+    tokens = jnp.where(first + column - run.offset < LANES, begins, ends)
+    mine = (column >= run.offset) & (column < run.offset + run.length)
+    refs.page[run.place] = jnp.where(mine, tokens, refs.page[run.place])
+
+
+def _call(
+    handle: Callable[..., Any],  # (new, *scratch) -> `copy_new` and `merge` of `_Refs`
+    pages: jax.Array,
+    new: jax.Array,
+    slots: jax.Array,
+    *,
+    name: str,
+    page_size: int,
+    ring: int,
+    new_in: Any,  # the memory space of `new`
+    scratch: list[Any],
+    interpret: Any,
+) -> jax.Array:
+    """The kernel: pages with what is new in them."""
+    # Not ANY: a small array, as scales are, would be copied into the vector memory and back.
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+
+    def kernel(*refs: Any) -> None:
+        scalars, new, pages = refs[:4], refs[4], refs[6]  # the pool is an output, not an input
+        page, runs, state, page_in, page_out, *others = refs[7:]
+        common = (pages, page, runs, state, page_in, page_out)
+        _write_runs(_Refs(*scalars, *common, page_size, *handle(new, *others)))
 
     return pl.pallas_call(
-        body,
+        kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(1,),
-            in_specs=[hbm, hbm],
+            in_specs=[pl.BlockSpec(memory_space=new_in), hbm],
             out_specs=hbm,
             scratch_shapes=[
-                pltpu.VMEM((ring, per_token, page_size, head_dim), pages.dtype),
-                pltpu.VMEM((ring, page_size, per_token, head_dim), pages.dtype),
+                pltpu.VMEM((ring, *pages.shape[1:]), pages.dtype),
                 pltpu.SMEM((ring * RUN_WORDS,), jnp.int32),
                 pltpu.SMEM((STATE_WORDS,), jnp.int32),
-                *[pltpu.SemaphoreType.DMA((ring,))] * 3,
+                *[pltpu.SemaphoreType.DMA((ring,))] * 2,
+                *scratch,
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(pages.shape, pages.dtype),
         input_output_aliases={5: 0},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_vmem()),
         interpret=interpret_params(interpret),
-        name=f"write_kv_{page_size}",
-    )(*scalars, new, pages)
+        name=name,
+    )(*_find_runs(slots, pages.shape[0], page_size), new, pages)
 
 
 def _find_runs(slots: jax.Array, num_pages: int, page_size: int) -> tuple[jax.Array, ...]:
@@ -211,7 +435,7 @@ def _begin(refs: _Refs, number: jax.Array) -> None:
     run = _Run(token, page, lax.rem(slot, page_size), refs.lengths[token], held, place)
     for word, value in enumerate((run.token, run.page, run.offset, run.length, run.held)):
         refs.runs[place * RUN_WORDS + word] = value
-    _copy_tokens(refs, run, lambda copy: copy.start())
+    refs.copy_new(refs, run, lambda copy: copy.start())
 
     @pl.when((held == 0) & ~run.fills_page(refs))
     def _() -> None:
@@ -234,8 +458,8 @@ def _complete(refs: _Refs, number: jax.Array) -> None:
     def _() -> None:
         _load(refs, run).wait()
 
-    _copy_tokens(refs, run, lambda copy: copy.wait())
-    _merge(refs, run)
+    refs.copy_new(refs, run, lambda copy: copy.wait())
+    refs.merge(refs, run)
     _store(refs, run.page, run.place).start()
 
 
@@ -262,50 +486,6 @@ def _load(refs: _Refs, run: _Run) -> Any:
 
 def _store(refs: _Refs, page: jax.Array, place: jax.Array) -> Any:
     return pltpu.make_async_copy(refs.page.at[place], refs.pages.at[page], refs.page_out.at[place])
-
-
-def _copy_tokens(refs: _Refs, run: _Run, do: Any) -> None:
-    """Starts, or waits for, the copy of a run's tokens: one, or as many as a page has."""
-    one = run.length == 1
-
-    def copy(first: jax.Array, size: int) -> Any:
-        source, target = refs.new.at[pl.ds(first, size)], refs.tokens.at[run.place, pl.ds(0, size)]
-        return pltpu.make_async_copy(source, target, refs.tokens_in.at[run.place])
-
-    @pl.when(one)
-    def _() -> None:
-        do(copy(run.token, 1))
-
-    @pl.when(~one)
-    def _() -> None:
-        do(copy(run.window(refs), refs.page_size))
-
-
-def _merge(refs: _Refs, run: _Run) -> None:
-    """Tokens [page_size, heads, head_dim] into the page [heads, page_size, head_dim]."""
-    all_heads, place = refs.page.shape[1], run.place
-
-    @pl.when(run.length == 1)
-    def _() -> None:
-        old, token = refs.page[place], refs.tokens[place, 0]
-        row = lax.broadcasted_iota(jnp.int32, old.shape, 1)
-        refs.page[place] = jnp.where(row == run.offset, token[:, None, :], old)
-
-    def turn(heads: Any) -> None:
-        # Turned in 32 bits, the only width whose rows move freely; exact for every pool dtype.
-        tokens = refs.tokens[place, :, heads].astype(jnp.float32).swapaxes(0, 1)
-        shift = run.offset - run.token + run.window(refs)
-        shift = lax.rem(shift + refs.page_size, jnp.int32(refs.page_size))
-        tokens = pltpu.roll(tokens, shift, 1).astype(refs.page.dtype)
-        row = lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
-        mine = (row >= run.offset) & (row < run.offset + run.length)
-        refs.page[place, heads] = jnp.where(mine, tokens, refs.page[place, heads])
-
-    @pl.when(run.length > 1)
-    def _() -> None:
-        some = TURNED // refs.page.dtype.itemsize  # whole tiles, whatever the dtype
-        heads = some if all_heads % some == 0 else all_heads
-        lax.fori_loop(0, all_heads // heads, lambda i, _: turn(pl.ds(i * heads, heads)), None)
 
 
 # -------------------------------------------------------------------------------- whole pages

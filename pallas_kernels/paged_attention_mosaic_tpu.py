@@ -46,6 +46,12 @@ def check(problem: Problem, q_dtype: Any, quantized: bool) -> None:
             f"`kv_pages` must have a page_size from 8 to 128 for 'mosaic_tpu'. Got "
             f"{problem.page_size}. Use such a page size, or 'xla'."
         )
+    if quantized and problem.page_size != LANES:
+        raise NotImplementedError(
+            f"`kv_pages` must have page_size {LANES} for 'mosaic_tpu' where `kv_scales` is given: "
+            f"the compiler keeps the scales of smaller pages in an order that would have them all "
+            f"copied in every call. Got {problem.page_size}. Use page_size {LANES}, or 'xla'."
+        )
     if problem.head_dim % LANES or problem.head_dim > 2 * LANES:
         raise NotImplementedError(
             f"`kv_pages` must have a head_dim of 128 or 256 for 'mosaic_tpu'. Got "

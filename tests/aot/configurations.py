@@ -6,7 +6,7 @@ Owns the lists; needs no JAX, so that a parent process can count what its childr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,10 +58,10 @@ def cases(target: Target, level: Level = "sample") -> list[Case]:
     """
     points: list[tuple[What, dict[str, Any]]] = []
     if level == "sample":
-        points += itertools.product(_TOKENS, _COMMON)
+        points += itertools.product(_TOKENS, _common(target))
         points += _share(target)
     else:
-        every = list(product(_axes(target)) if level == "all" else pairwise(_axes(target)))
+        every = list(product(_axes(target))) if level == "all" else _pairs(target)
         points += itertools.product(_TOKENS, every)
     found = [Case(what=what, num_tokens=_TOKENS[what], **point) for what, point in points]
     found = [case for case in found if _is_served(target, case)]
@@ -92,13 +92,23 @@ def _is_served(target: Target, case: Case) -> bool:
     """False for what the kernels say they cannot do on a chip (`NotImplementedError`)."""
     if case.dtype not in dtypes(target):
         return False
+    if case.dtype in QUANTISED and not target.is_gpu and case.page_size != 128:
+        return False
     width = {"bfloat16": 2, "float16": 2, "float32": 4}.get(case.dtype, 1)
     slab = case.page_size * case.head_dim * width  # one head's keys in a page
     return slab >= 1024 or target.architecture not in ("sm_80", "sm_89")
 
 
 _TOKENS: dict[What, int] = {"decode": 64, "prefill": 2048}  # of a step
-_COMMON: list[dict[str, Any]] = [{}, {"head_dim": 256, "dtype": "int8"}]
+
+
+def _common(target: Target) -> list[dict[str, Any]]:
+    return [{}, {"head_dim": 256, "dtype": "int8", "page_size": _quantised_page(target)}]
+
+
+def _quantised_page(target: Target) -> int:
+    """A TPU's kernels take quantised pages of 128 tokens only."""
+    return 64 if target.is_gpu else 128
 
 
 def _axes(target: Target) -> dict[str, tuple[Any, ...]]:
@@ -122,7 +132,7 @@ def _share(target: Target) -> list[tuple[What, dict[str, Any]]]:
     mine: list[tuple[What, dict[str, Any]]] = []
     load = dict.fromkeys([chip.name for chip in family(target)], 0)
     seen: dict[What, list[tuple[str, Any]]] = {what: [] for what in _TOKENS}
-    for point in pairwise(_axes(target)):
+    for point in _pairs(target):
         able = [chip.name for chip in family(target) if point["dtype"] in dtypes(chip)]
         least = min(able, key=load.__getitem__)
         load[least] += 1
@@ -136,10 +146,20 @@ def _share(target: Target) -> list[tuple[What, dict[str, Any]]]:
     return mine
 
 
+def _pairs(target: Target) -> list[dict[str, Any]]:
+    """Few points of what some chip of the family serves, in which every pair of values occurs."""
+
+    def is_served(point: dict[str, Any]) -> bool:
+        return any(_is_served(chip, Case(what="decode", **point)) for chip in family(target))
+
+    return pairwise(_axes(target), is_served)
+
+
 def _updates(target: Target) -> Iterator[Case]:
     yield Case(what="copy_pages", num_tokens=32)
     for dtype in dtypes(target):
-        yield Case(what="write_kv", dtype=dtype)
+        page_size = _quantised_page(target) if dtype in QUANTISED else 64
+        yield Case(what="write_kv", dtype=dtype, page_size=page_size)
     yield Case(what="write_kv", page_size=8, num_tokens=2048)
     yield Case(what="write_kv", page_size=128, head_dim=256, num_tokens=2048)
     yield Case(what="copy_pages", page_size=8, dtype="int8", num_tokens=32)
@@ -158,12 +178,14 @@ def product(axes: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
         yield dict(zip(axes, values, strict=True))
 
 
-def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Few combinations in which every pair of values of two axes occurs.
+def pairwise(
+    axes: dict[str, tuple[Any, ...]], allowed: Callable[[dict[str, Any]], bool] = lambda _: True
+) -> list[dict[str, Any]]:
+    """Few allowed combinations in which every pair of values of two axes that can occur does.
 
     Greedy and deterministic: of all combinations the one with the most new pairs, again and again.
     """
-    points = list(product(axes))
+    points = [point for point in product(axes) if allowed(point)]
     pairs = [frozenset(itertools.combinations(point.items(), 2)) for point in points]
     missing = frozenset().union(*pairs)
     chosen = []
