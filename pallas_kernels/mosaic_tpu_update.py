@@ -234,7 +234,7 @@ def _write_vectors(
 
     def handle(new: Any, tokens: Any, arrived: Any) -> Any:
         vectors = _Vectors(new, tokens, arrived)
-        return vectors.copy, vectors.merge
+        return {"copy_new": vectors.copy, "merge": vectors.merge}
 
     return _call(
         handle,
@@ -311,7 +311,7 @@ def _write_scales(
     blocks = new.reshape(-1, LANES, per_token).swapaxes(1, 2)  # along the lanes, as in a page
 
     return _call(
-        lambda new: (lambda *_: None, functools.partial(_merge_scales, new)),
+        lambda new: {"copy_new": lambda *_: None, "merge": functools.partial(_merge_scales, new)},
         scales,
         blocks,
         slots,
@@ -337,7 +337,7 @@ def _merge_scales(new: Any, refs: _Refs, run: "_Run") -> None:
 
 
 def _call(
-    handle: Callable[..., Any],  # (new, *scratch) -> `copy_new` and `merge` of `_Refs`
+    handle: Callable[..., Any],  # (new, *scratch) -> {"copy_new": .., "merge": ..}, see `_Refs`
     pages: jax.Array,
     new: jax.Array,
     slots: jax.Array,
@@ -354,10 +354,24 @@ def _call(
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
 
     def kernel(*refs: Any) -> None:
-        scalars, new, pages = refs[:4], refs[4], refs[6]  # the pool is an output, not an input
-        page, runs, state, page_in, page_out, *others = refs[7:]
-        common = (pages, page, runs, state, page_in, page_out)
-        _write_runs(_Refs(*scalars, *common, page_size, *handle(new, *others)))
+        count, slots, lengths, nexts, new, _, pages, *scratch = refs  # the pool is the output
+        page, runs, state, page_in, page_out, *others = scratch
+        _write_runs(
+            _Refs(
+                count=count,
+                slots=slots,
+                lengths=lengths,
+                nexts=nexts,
+                pages=pages,
+                page=page,
+                runs=runs,
+                state=state,
+                page_in=page_in,
+                page_out=page_out,
+                page_size=page_size,
+                **handle(new, *others),
+            )
+        )
 
     return pl.pallas_call(
         kernel,
