@@ -70,11 +70,16 @@ class Case:
     split_p: bool
 
     @property
+    def quantized(self) -> bool:
+        """Whether scales stand beside the pool."""
+        return self.dtype in ("float8_e4m3fn", "int8")
+
+    @property
     def tolerance(self) -> float:
         """Largest error relative to float64 on the values that the pages hold."""
         if not self.split_p:
             return 3e-3
-        return 3e-4 if self.dtype in ("float8_e4m3fn", "int8") else 1e-5
+        return 3e-4 if self.quantized else 1e-5
 
 
 def axes_of(family: str) -> dict[str, list[Any]]:
@@ -95,14 +100,27 @@ def sample(family: str) -> list[Case]:
     for name, values in axes_of(family).items():
         repeated = (values * count)[: max(count, len(values))]
         columns[name] = [repeated[i] for i in rng.permutation(len(repeated))]
-    return [Case(**{name: column[i] for name, column in columns.items()}) for i in range(count)]
+    cases = [Case(**{name: column[i] for name, column in columns.items()}) for i in range(count)]
+    if family != "tpu":
+        return cases
+    small = itertools.cycle([size for size in AXES["page_size"] if size != 128])
+    return [
+        dataclasses.replace(case, page_size=128 if case.quantized else next(small))
+        for case in cases
+    ]
 
 
 def product(family: str) -> list[Case]:
     axes = axes_of(family)
-    return [
+    cases = [
         Case(*values) for values in itertools.product(*(dict.fromkeys(v) for v in axes.values()))
     ]
+    return [case for case in cases if is_served(family, case)]
+
+
+def is_served(family: str, case: Case) -> bool:
+    """False for what the kernels refuse: quantised pages of a TPU that do not fill its lanes."""
+    return family != "tpu" or not case.quantized or case.page_size == 128
 
 
 def available(family: str) -> bool:
@@ -130,13 +148,12 @@ def values_of(case: Case, implementation: str, rng: np.random.Generator) -> tupl
     kv_lens, q_lens = lengths(case, rng)
     heads = 2 if case.group == 1 else 1
     shape = Shape(case.page_size, heads, case.group, case.head_dim, 6, 96, 320)
-    quantized = case.dtype in ("float8_e4m3fn", "int8")
-    dtype = np.float32 if quantized else jnp.dtype(case.dtype)
+    dtype = np.float32 if case.quantized else jnp.dtype(case.dtype)
     batch = make_batch(shape, rng, kv_lens, q_lens, dtype)
     width = pallas_kernels.padded_head_dim(case.head_dim, implementation)
     extra = np.repeat(batch.kv_pages[..., :1] * 0, width - case.head_dim, axis=-1)
     pool, scales = np.concatenate([batch.kv_pages, extra], axis=-1), None
-    if quantized:
+    if case.quantized:
         pool, scales = (np.asarray(a) for a in quantize(jnp.asarray(pool), jnp.dtype(case.dtype)))
         batch = dataclasses.replace(batch, q=batch.q.astype(jnp.bfloat16))
     if implementation == "xla":  # takes any dtype of q: its output then shows the last digits
