@@ -141,9 +141,9 @@ def interpreted(operation: Callable[..., Any], kind: str) -> Callable[..., Any]:
     ("kind", "cache"),
     [
         ("mosaic_gpu", "auto"),
-        ("mosaic_tpu", "int8"),
+        ("mosaic_tpu", "auto"),
         pytest.param("mosaic_gpu", "int8", marks=pytest.mark.slow),
-        pytest.param("mosaic_tpu", "auto", marks=pytest.mark.slow),
+        pytest.param("mosaic_tpu", "int8", marks=pytest.mark.slow),
     ],
 )
 def test_an_engine_on_interpreted_kernels_answers_as_one_on_xla(
