@@ -95,8 +95,10 @@ def test_a_cascade_needs_the_kernels() -> None:
 
 def logprobs(llm: LLM, prompts: list[str]) -> tuple[list[list[int]], np.ndarray]:
     outputs = [output.outputs[0] for output in llm.generate(prompts, GREEDY)]
-    found = [[step[token].logprob for step, token in zip(o.logprobs or (), o.token_ids, strict=True)]
-             for o in outputs]  # fmt: skip
+    found = [
+        [step[token].logprob for step, token in zip(o.logprobs or (), o.token_ids, strict=True)]
+        for o in outputs
+    ]
     return [o.token_ids for o in outputs], np.array(found)
 
 
