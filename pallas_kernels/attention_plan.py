@@ -14,9 +14,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import cascade as cascades
 from pallas_kernels import tuning
-from pallas_kernels.tuning import KernelConfig
+from pallas_kernels.tuning import KernelClass, KernelConfig
 from pallas_kernels.work_plan import QueryTiles, TileShape, WorkList, plan_tiles, plan_work
 
+KERNELS = {"mosaic_gpu": ("columns", "rows", "mma"), "mosaic_tpu": ("tpu",)}
 CHUNK = 512  # positions of an item when results must not depend on the batch ...
 MOST_CHUNKS = 8  # ... and the most items of a row: longer contexts have longer chunks
 
@@ -211,7 +212,7 @@ def _deal(problem: Problem, tiles: QueryTiles, config: KernelConfig) -> TileClas
     return TileClass(tiles, work, config)
 
 
-def tuned_config(problem: Problem, kind: str) -> KernelConfig:
+def tuned_config(problem: Problem, kind: KernelClass) -> KernelConfig:
     """Sizes of the decode or the prefill launch on the device that is traced for."""
     config = tuning.lookup(problem.implementation, kind, problem)
     if problem.batch_invariant or config.kernel == "tpu":
@@ -234,7 +235,20 @@ def _check_configs(
             "`cascade` does not work with `sliding_window`: a window reads no shared prefix. Use "
             "a plan without it."
         )
+    if cascade and problem.batch_invariant:
+        raise NotImplementedError(
+            "`cascade` does not work with `batch_invariant`: who shares a prefix is a matter of "
+            "the batch. Use a plan without it."
+        )
     for name, config in (("decode", decode), ("prefill", prefill)):
+        known = KERNELS[problem.implementation]
+        if config.kernel not in known:
+            raise ValueError(
+                f"`{name}` must have a kernel of {', '.join(known)} for "
+                f"{problem.implementation!r}. Got {config.kernel!r}."
+            )
+        if min(config.rows, config.kv_tile, config.stages, config.workers) < 1:
+            raise ValueError(f"`{name}` must have positive sizes. Got {config}.")
         tile, page = config.kv_tile, problem.page_size
         if tile % page and page % tile:
             raise ValueError(

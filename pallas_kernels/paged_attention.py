@@ -17,6 +17,7 @@ from pallas_kernels.paged_attention_mosaic import paged_attention_mosaic
 from pallas_kernels.paged_attention_xla import paged_attention_xla
 from pallas_kernels.platform import traced_platform
 from pallas_kernels.score_rule import ScoreRule
+from pallas_kernels.tuning import KernelConfig
 
 IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu", "xla", "reference")
 MAX_PAGE_SIZE = 256
@@ -82,7 +83,8 @@ def paged_attention(
       return_lse: also return the log-sum-exp.
       out_dtype: of out; None: q's.
       plan: of `plan_attention`, made once a step for all layers; None: made here.
-      batch_invariant: the same bits for a row whatever else is in the batch.
+      batch_invariant: the same bits for a row whatever else is in the batch; for one width of
+        the page table, which decides where long rows are cut.
       implementation: "mosaic_gpu", "mosaic_tpu", "xla" or "reference"; None is the best for the
         device. A named one that cannot do the job raises; it never falls back in silence.
         "reference" reads values, so it does not run under jit.
@@ -114,7 +116,7 @@ def paged_attention(
     )
     _check_runs(chosen, interpret)
     if plan is not None:
-        _check_plan(plan, problem)
+        _check_plan(plan, problem, alibi_slopes)
     arrays = (q, kv_pages, page_table, kv_lens, cu_q_lens, num_seqs)
     per_head: dict[str, Any] = {
         "sinks": sinks, "alibi_slopes": alibi_slopes, "kv_scales": kv_scales
@@ -122,6 +124,8 @@ def paged_attention(
     scale = float(q.shape[2] ** -0.5 if scale is None else scale)
     rule = ScoreRule(scale, sliding_window, soft_cap)
     out_dtype = q.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    if out_dtype not in _DTYPES:
+        raise TypeError(f"`out_dtype` must be float32, bfloat16 or float16. Got {out_dtype}.")
     if chosen == "reference":
         out, lse = _reference(arrays, rule, per_head)
     elif chosen == "xla":
@@ -164,7 +168,8 @@ def plan_attention(
     batch_invariant: bool = False,
     cascade: bool = False,
     implementation: str | None = None,
-    **configs: Any,
+    decode: KernelConfig | None = None,
+    prefill: KernelConfig | None = None,
 ) -> AttentionPlan:
     """The part of `paged_attention` that layers share, made once a step: pass it as `plan=`.
 
@@ -175,8 +180,9 @@ def plan_attention(
       q, kv_pages: arrays, or anything with their shape and dtype (`jax.ShapeDtypeStruct`).
       sliding_window, max_q_len, batch_invariant, implementation: as `paged_attention` is going
         to get them; a plan for other ones is refused there.
-      cascade: sequences that decode and share a long run of pages read it once.
-      configs: `decode` and `prefill`, `KernelConfig`s in place of the tuned ones.
+      cascade: sequences that decode and share a long run of pages (256 positions, whole KV tiles:
+        512 on a TPU) read it once. Not with a window, ALiBi or `batch_invariant`.
+      decode, prefill: sizes of the launches in place of the tuned ones.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `paged_attention`.
@@ -194,9 +200,13 @@ def plan_attention(
         batch_invariant=batch_invariant,
     )
     if not problem.implementation.startswith("mosaic"):
+        if cascade and implementation is not None:
+            raise NotImplementedError(
+                f"`cascade` must be used with a Mosaic implementation. Got {implementation!r}."
+            )
         return AttentionPlan((), None, problem)  # the others make their work lists themselves
     metadata = (page_table, kv_lens, cu_q_lens, num_seqs)
-    return make_plan(problem, *metadata, cascade=cascade, **configs)
+    return make_plan(problem, *metadata, cascade=cascade, decode=decode, prefill=prefill)
 
 
 def padded_head_dim(head_dim: int, implementation: str | None = None) -> int:
@@ -279,10 +289,15 @@ def _reference(
     return jnp.asarray(out.astype(np.float32)), jnp.asarray(lse.astype(np.float32))
 
 
-def _check_plan(plan: Any, problem: Problem) -> None:
+def _check_plan(plan: Any, problem: Problem, alibi_slopes: jax.Array | None) -> None:
     if not isinstance(plan, AttentionPlan):
         raise TypeError(f"`plan` must be what `plan_attention` returns. Got {type(plan).__name__}.")
     plan.check(problem)
+    if plan.prefix is not None and alibi_slopes is not None:
+        raise NotImplementedError(
+            "`plan` must be made without `cascade` for `alibi_slopes`: the rows of a shared run "
+            "have no position of their own."
+        )
 
 
 def _check_runs(chosen: str, interpret: Any) -> None:
@@ -374,6 +389,14 @@ def _check_options(
     soft_cap: float | None,
     max_q_len: int | None,
 ) -> None:
+    for name, value in (("scale", scale), ("soft_cap", soft_cap)):
+        if value is not None and not isinstance(value, int | float):
+            raise TypeError(
+                f"`{name}` must be a Python number, or None. Got {type(value).__name__}."
+            )
+    for name, value in (("sliding_window", sliding_window), ("max_q_len", max_q_len)):
+        if value is not None and not isinstance(value, int):
+            raise TypeError(f"`{name}` must be an int, or None. Got {type(value).__name__}.")
     if max_q_len is not None and max_q_len < 1:
         raise ValueError(f"`max_q_len` must be at least 1, or None. Got {max_q_len}.")
     if scale is not None and not math.isfinite(scale):
@@ -382,6 +405,8 @@ def _check_options(
         raise ValueError(f"`soft_cap` must be above 0 and finite, or None. Got {soft_cap}.")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"`sliding_window` must be at least 1, or None. Got {sliding_window}.")
+    if sliding_window is not None and sliding_window >= 2**31:
+        raise ValueError(f"`sliding_window` must be below 2^31, or None. Got {sliding_window}.")
 
 
 def _check_per_head(name: str, array: jax.Array | None, num_q_heads: int) -> None:

@@ -379,7 +379,9 @@ def main(arguments: list[str] | None = None) -> int:
         run.results["seconds"] = round(time.monotonic() - started, 1)
         if part.must_pass and not result.get("passed"):
             unsure.append(part.name)
-        run.results["passed"] = not unsure
+        # Until every part that must pass has run, nothing is passed: a kill leaves "false".
+        ran = all(p.name in run.results for p in PARTS if p.must_pass)
+        run.results["passed"] = ran and not unsure
         run.write()
     _say(f"{'ok' if not unsure else 'NOT ok: ' + ', '.join(unsure)}; all of it in {run.output}")
     return 1 if unsure else 0

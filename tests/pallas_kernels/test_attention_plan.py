@@ -358,3 +358,49 @@ def test_chunks_grow_with_the_longest_context_so_that_items_stay_few() -> None:
     )
     items = plan.classes[0].work.items.shape[0]
     assert items <= 2 * (attention_plan.MOST_CHUNKS + 1)
+
+
+def refused(match: str, error: type[Exception] = NotImplementedError, **options: Any) -> None:
+    """A plan of these options is refused."""
+    shape = Shape(8, 2, 3, 64, 5, 60, 150)
+    q, pool, table, *metadata = arrays_of(
+        make_batch(shape, np.random.default_rng(0), [9], [1], jnp.bfloat16)
+    )
+    call = functools.partial(
+        pallas_kernels.plan_attention, *metadata, q=q, kv_pages=pool, page_table=table
+    )
+    with pytest.raises(error, match=match):
+        call(**{"implementation": "mosaic_gpu"} | options)
+
+
+def test_what_a_plan_cannot_hold_is_refused() -> None:
+    refused("`cascade` does not work with `batch_invariant`", cascade=True, batch_invariant=True)
+    refused("`cascade` must be used with a Mosaic", cascade=True, implementation="xla")
+    tpu = KernelConfig("tpu", rows=8, kv_tile=64, stages=2, workers=1)
+    refused("`decode` must have a kernel of columns, rows, mma", ValueError, decode=tpu)
+    empty = KernelConfig("columns", rows=8, kv_tile=64, stages=0, workers=1)
+    refused("`decode` must have positive sizes", ValueError, decode=empty)
+
+
+def test_a_cascade_is_refused_where_rows_need_their_positions() -> None:
+    batch = shared_batch(Shape(16, 1, 2, 64, 6, 6, 420), np.random.default_rng(0), [(5, 20)], 0)
+    q, pool, table, *metadata = arrays_of(batch)
+    q, pool = q.astype(jnp.bfloat16), pool.astype(jnp.bfloat16)
+    plan = pallas_kernels.plan_attention(
+        *metadata,
+        q=q,
+        kv_pages=pool,
+        page_table=table,
+        cascade=True,
+        implementation="mosaic_gpu",
+        decode=DECODE,
+        prefill=PREFILL,
+    )
+    with pytest.raises(NotImplementedError, match="without `cascade` for `alibi_slopes`"):
+        pallas_kernels.paged_attention(
+            *(q, pool, table, *metadata),
+            plan=plan,
+            alibi_slopes=jnp.ones((2,), jnp.float32),
+            implementation="mosaic_gpu",
+            interpret=True,
+        )

@@ -257,6 +257,10 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"implementation": "triton"}, ValueError, "`implementation` must be None or one of .*triton"),
     ({"implementation": "mosaic_gpu"}, NotImplementedError, "head_dim of 64, 128, 256 .* Got 16"),
     ({"implementation": "mosaic_tpu"}, NotImplementedError, "head_dim of 128 or 256 .* Got 16"),
+    ({"sliding_window": 8.5}, TypeError, "`sliding_window` must be an int, or None. Got float"),
+    ({"sliding_window": 2**40}, ValueError, r"`sliding_window` must be below 2\^31"),
+    ({"scale": np.float32(1)}, TypeError, "`scale` must be a Python number, or None. Got float32"),
+    ({"out_dtype": jnp.int32}, TypeError, "`out_dtype` must be float32, bfloat16 or .* Got int32"),
     ({"plan": object()}, TypeError, "`plan` must be what `plan_attention` returns. Got object"),
     ({"interpret": True}, ValueError, "`interpret` must be used with a Mosaic impl.* Got 'xla'"),
 ]
