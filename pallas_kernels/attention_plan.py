@@ -212,9 +212,10 @@ def _deal(problem: Problem, tiles: QueryTiles, config: KernelConfig) -> TileClas
     return TileClass(tiles, work, config)
 
 
-def tuned_config(problem: Problem, kind: KernelClass) -> KernelConfig:
-    """Sizes of the decode or the prefill launch on the device that is traced for."""
-    config = tuning.lookup(problem.implementation, kind, problem)
+def tuned_config(problem: Problem, kind: str) -> KernelConfig:
+    """Sizes of the "decode" or the "prefill" launch on the device that is traced for."""
+    kernel_class: KernelClass = "decode" if kind == "decode" else "prefill"
+    config = tuning.lookup(problem.implementation, kernel_class, problem)
     if problem.batch_invariant or config.kernel == "tpu":
         return dataclasses.replace(config, split=kind == "decode" and config.kernel != "tpu")
     heads = problem.num_kv_heads * _tile_shape(problem, config).passes
