@@ -14,8 +14,7 @@ from pagedjax import device
 from pagedjax.errors import ConfigError
 from pagedjax.models import contract
 from pagedjax.models.contract import FlatModel
-
-_KERNELS = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
+from pallas_kernels.platform import MOSAIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ def choose(
     """
     if asked is not None:
         return _try(model, cache_dtype, page_size, asked, "asked for")
-    kernels, kind = _KERNELS.get(device.platform()), device.platform().upper()
+    kernels, kind = MOSAIC.get(device.platform()), device.platform().upper()
     reason = f"the portable one; device is a {kind}"
     if kernels is not None:
         try:

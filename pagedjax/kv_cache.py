@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
+from pallas_kernels.quantize import LARGEST
 
 
 @jax.tree_util.register_dataclass
@@ -67,14 +68,9 @@ def init_kv_cache(
     """A zero-filled cache of `num_layers` pools; with scales if `dtype` is a quantised one."""
     shape = (num_pages, 2, num_kv_heads, page_size, head_dim)
     pools = tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
-    if not is_quantized(dtype):
+    if jnp.dtype(dtype) not in LARGEST:
         return KVCache(pools)
     return KVCache(pools, tuple(jnp.zeros(shape[:4], jnp.float32) for _ in range(num_layers)))
-
-
-def is_quantized(dtype: jnp.dtype) -> bool:
-    """Whether pages of this dtype have scales."""
-    return jnp.dtype(dtype) in (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8))
 
 
 def write(

@@ -22,12 +22,12 @@ from pagedjax.config import KV_CACHE_DTYPES, EngineConfig, SchedulerConfig, chec
 from pagedjax.engine import LLMEngine
 from pagedjax.errors import ConfigError
 from pagedjax.kernel_choice import KernelChoice
-from pagedjax.kv_cache import is_quantized
 from pagedjax.models import contract
 from pagedjax.models.contract import FlatModel
 from pagedjax.runner import ModelRunner
 from pagedjax.scheduler import Scheduler
 from pagedjax.tokenizer import Tokenizer
+from pallas_kernels.quantize import LARGEST
 
 logger = logging.getLogger("pagedjax")
 
@@ -189,7 +189,7 @@ def _resolve(
         choice.head_dim,
         page_size,
         cache_dtype.itemsize,
-        jnp.dtype(jnp.float32).itemsize if is_quantized(cache_dtype) else 0,
+        jnp.dtype(jnp.float32).itemsize if cache_dtype in LARGEST else 0,
     )
     max_num_seqs = options.max_num_seqs or min(
         defaults.max_num_seqs, options.max_num_batched_tokens or defaults.max_num_seqs

@@ -218,8 +218,8 @@ def tuned_config(problem: Problem, kind: str) -> KernelConfig:
     config = tuning.lookup(problem.implementation, kernel_class, problem)
     if problem.batch_invariant or config.kernel == "tpu":
         return dataclasses.replace(config, split=kind == "decode" and config.kernel != "tpu")
-    heads = problem.num_kv_heads * _tile_shape(problem, config).passes
     shape = _tile_shape(problem, config)
+    heads = problem.num_kv_heads * shape.passes
     tiles = problem.max_seqs
     if kind == "prefill":
         tiles = problem.num_tokens // shape.tokens_per_tile + 1

@@ -13,18 +13,16 @@ import numpy as np
 
 from pallas_kernels import reference
 from pallas_kernels.attention_plan import AttentionPlan, Problem, make_plan
-from pallas_kernels.paged_attention_mosaic import paged_attention_mosaic
+from pallas_kernels.paged_attention_mosaic import LIMITS, paged_attention_mosaic
 from pallas_kernels.paged_attention_xla import paged_attention_xla
-from pallas_kernels.platform import traced_platform
+from pallas_kernels.platform import MOSAIC, traced_platform
+from pallas_kernels.quantize import LARGEST
 from pallas_kernels.score_rule import ScoreRule
 from pallas_kernels.tuning import KernelConfig
 
 IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu", "xla", "reference")
 MAX_PAGE_SIZE = 256
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-_QUANTIZED = (jnp.float8_e4m3fn, jnp.int8)
-_MOSAIC = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
-_WIDTHS = {"mosaic_gpu": (64, 128, 256), "mosaic_tpu": (128, 256)}
 
 
 def paged_attention(
@@ -215,8 +213,8 @@ def padded_head_dim(head_dim: int, implementation: str | None = None) -> int:
     Raises:
       NotImplementedError: the implementation has no kernel for so large a head.
     """
-    chosen = implementation or _MOSAIC.get(traced_platform(), "xla")
-    widths = _WIDTHS.get(chosen, (head_dim,))
+    chosen = implementation or MOSAIC.get(traced_platform(), "xla")
+    widths = LIMITS[chosen].head_dims if chosen in LIMITS else (head_dim,)
     fitting = [width for width in widths if width >= head_dim]
     if not fitting:
         raise NotImplementedError(
@@ -231,7 +229,7 @@ def best_implementation(q: Any, kv_pages: Any, page_table: Any) -> tuple[str, st
     Args:
       q, kv_pages, page_table: arrays, or anything with their shape and dtype.
     """
-    mosaic = _MOSAIC.get(traced_platform())
+    mosaic = MOSAIC.get(traced_platform())
     if mosaic is None:
         return "xla", ""
     options = {"sliding_window": None, "max_q_len": None, "batch_invariant": False}
@@ -261,7 +259,7 @@ def _problem(
 ) -> Problem:
     problem = Problem.of(q, kv_pages, page_table, implementation=implementation, **options)
     if implementation.startswith("mosaic"):
-        quantized = kv_pages.dtype in _QUANTIZED
+        quantized = kv_pages.dtype in LARGEST
         _kernels(implementation).check(problem, q.dtype, quantized)
     return problem
 
@@ -306,7 +304,7 @@ def _check_runs(chosen: str, interpret: Any) -> None:
         raise ValueError(
             f"`interpret` must be used with a Mosaic implementation. Got {chosen!r}: name one."
         )
-    if mosaic and not interpret and _MOSAIC.get(here) != chosen:
+    if mosaic and not interpret and MOSAIC.get(here) != chosen:
         raise NotImplementedError(
             f"`implementation` {chosen!r} does not run on a {here.upper()}. Use 'xla', or "
             f"interpret=True, which is slow and meant for tests."
@@ -314,11 +312,11 @@ def _check_runs(chosen: str, interpret: Any) -> None:
 
 
 def _check_scales(kv_pages: jax.Array, kv_scales: jax.Array | None) -> None:
-    if kv_pages.dtype in _QUANTIZED and kv_scales is None:
+    if kv_pages.dtype in LARGEST and kv_scales is None:
         raise ValueError(f"`kv_scales` must be given for a pool of {kv_pages.dtype}. Got None.")
     if kv_scales is None:
         return
-    if kv_pages.dtype not in _QUANTIZED:
+    if kv_pages.dtype not in LARGEST:
         raise TypeError(
             f"`kv_pages` must be float8_e4m3fn or int8 when `kv_scales` is given. "
             f"Got {kv_pages.dtype}."
@@ -336,7 +334,7 @@ def _check_tensors(q: jax.Array, kv_pages: jax.Array) -> None:
     _check_rank("q", q, "[num_tokens, num_q_heads, head_dim]", 3)
     _check_rank("kv_pages", kv_pages, "[num_pages, 2, num_kv_heads, page_size, head_dim]", 5)
     for name, array in (("q", q), ("kv_pages", kv_pages)):
-        if array.dtype not in _DTYPES and not (name == "kv_pages" and array.dtype in _QUANTIZED):
+        if array.dtype not in _DTYPES and not (name == "kv_pages" and array.dtype in LARGEST):
             raise TypeError(f"`{name}` must be float32, bfloat16 or float16. Got {array.dtype}.")
         if 0 in array.shape:
             raise ValueError(f"`{name}` must have no dimension of size 0. Got {array.shape}.")

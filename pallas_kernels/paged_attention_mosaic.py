@@ -4,12 +4,13 @@ Owns the way from packed tokens to tiles and back. The kernels behind it see til
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention_plan import AttentionPlan, TileClass
+from pallas_kernels.attention_plan import AttentionPlan, Problem, TileClass
 from pallas_kernels.merge import add_sinks, merge_states
 from pallas_kernels.score_rule import ScoreRule
 from pallas_kernels.work_plan import TileShape, pack_queries, unpack_rows
@@ -17,6 +18,50 @@ from pallas_kernels.work_plan import TileShape, pack_queries, unpack_rows
 # (q_tiles, kv_pages, page_table, tile_class, keywords) -> o [heads, num_tiles, rows, D] and
 # lse f32[heads, num_tiles, rows].
 type AttendTiles = Callable[..., tuple[jax.Array, jax.Array]]
+
+PAGE_SIZES = (8, 128)  # smallest and largest
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the kernels of an implementation take on each of its chips."""
+
+    head_dims: tuple[int, ...]  # of the pool
+    q_dtypes: tuple[Any, ...]
+
+
+LIMITS = {
+    "mosaic_gpu": Limits((64, 128, 256), (jnp.bfloat16, jnp.float16)),
+    "mosaic_tpu": Limits((128, 256), (jnp.bfloat16, jnp.float32)),
+}
+
+
+def check_limits(problem: Problem, q_dtype: Any, quantized: bool) -> None:
+    """Raises `NotImplementedError` for what no chip of the implementation can do."""
+    name, limits = problem.implementation, LIMITS[problem.implementation]
+    if not PAGE_SIZES[0] <= problem.page_size <= PAGE_SIZES[1]:
+        raise NotImplementedError(
+            f"`kv_pages` must have a page_size from {PAGE_SIZES[0]} to {PAGE_SIZES[1]} for "
+            f"{name!r}. Got {problem.page_size}. Use such a page size, or 'xla'."
+        )
+    if problem.head_dim not in limits.head_dims:
+        known = [str(head_dim) for head_dim in limits.head_dims]
+        raise NotImplementedError(
+            f"`kv_pages` must have a head_dim of "
+            f"{' or '.join(known) if len(known) == 2 else ', '.join(known)} for {name!r}. Got "
+            f"{problem.head_dim}. Make the pool with `padded_head_dim(head_dim, {name!r})` columns "
+            f"(the rest zero), or use 'xla'."
+        )
+    if q_dtype not in limits.q_dtypes:
+        known = [jnp.dtype(dtype).name for dtype in limits.q_dtypes]
+        raise NotImplementedError(
+            f"`q` must be {' or '.join(known)} for {name!r}. Got {q_dtype}. Use 'xla'."
+        )
+    if not quantized and jnp.dtype(problem.dtype) != q_dtype:
+        raise NotImplementedError(
+            f"`kv_pages` must have the dtype of `q`, {q_dtype}, for {name!r}. Got "
+            f"{problem.dtype}. Use 'xla'."
+        )
 
 
 def paged_attention_mosaic(

@@ -18,11 +18,11 @@ from pallas_kernels.mosaic_gpu_merge import merge_items
 from pallas_kernels.mosaic_gpu_mma import attend_mma
 from pallas_kernels.mosaic_gpu_rows import attend_rows
 from pallas_kernels.mosaic_gpu_target import target
+from pallas_kernels.paged_attention_mosaic import check_limits
 from pallas_kernels.score_rule import ScoreRule
 
 _KERNELS = {"columns": attend_columns, "rows": attend_rows, "mma": attend_mma}
 MIN_ARCH = (8, 0)
-HEAD_DIMS = (64, 128, 256)
 MIN_COPY = 1024  # bytes of a page's copy before sm_90: 8 a thread
 
 
@@ -73,26 +73,7 @@ def check(problem: Problem, q_dtype: Any, quantized: bool) -> None:
             f"`implementation` 'mosaic_gpu' needs compute capability 8.0 or newer. Got "
             f"{chip.arch[0]}.{chip.arch[1]}. Use 'xla'."
         )
-    if not 8 <= problem.page_size <= 128:
-        raise NotImplementedError(
-            f"`kv_pages` must have a page_size from 8 to 128 for 'mosaic_gpu'. Got "
-            f"{problem.page_size}. Use such a page size, or 'xla'."
-        )
-    if problem.head_dim not in HEAD_DIMS:
-        raise NotImplementedError(
-            f"`kv_pages` must have a head_dim of {', '.join(map(str, HEAD_DIMS))} for "
-            f"'mosaic_gpu'. Got {problem.head_dim}. Make the pool with `padded_head_dim(head_dim, "
-            f"'mosaic_gpu')` columns (the rest zero), or use 'xla'."
-        )
-    if q_dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(
-            f"`q` must be bfloat16 or float16 for 'mosaic_gpu'. Got {q_dtype}. Use 'xla'."
-        )
-    if not quantized and jnp.dtype(problem.dtype) != q_dtype:
-        raise NotImplementedError(
-            f"`kv_pages` must have the dtype of `q`, {q_dtype}, for 'mosaic_gpu'. Got "
-            f"{problem.dtype}. Use 'xla'."
-        )
+    check_limits(problem, q_dtype, quantized)
     if quantized and chip.arch < (9, 0) and problem.page_size * problem.head_dim < MIN_COPY:
         raise NotImplementedError(
             f"`kv_pages` must hold {MIN_COPY} bytes of a head's keys in a page on compute "

@@ -3,10 +3,10 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.attention_plan import Problem, TileClass
 from pallas_kernels.mosaic_tpu_attend import attend_tpu
+from pallas_kernels.paged_attention_mosaic import check_limits
 from pallas_kernels.score_rule import ScoreRule
 
 LANES = 128  # the last axis of a TPU's tile
@@ -41,29 +41,10 @@ def attend_tiles(
 
 def check(problem: Problem, q_dtype: Any, quantized: bool) -> None:
     """Raises `NotImplementedError` for what the kernel cannot do."""
-    if not 8 <= problem.page_size <= 128:
-        raise NotImplementedError(
-            f"`kv_pages` must have a page_size from 8 to 128 for 'mosaic_tpu'. Got "
-            f"{problem.page_size}. Use such a page size, or 'xla'."
-        )
+    check_limits(problem, q_dtype, quantized)
     if quantized and problem.page_size != LANES:
         raise NotImplementedError(
             f"`kv_pages` must have page_size {LANES} for 'mosaic_tpu' where `kv_scales` is given: "
             f"the compiler keeps the scales of smaller pages in an order that would have them all "
             f"copied in every call. Got {problem.page_size}. Use page_size {LANES}, or 'xla'."
-        )
-    if problem.head_dim % LANES or problem.head_dim > 2 * LANES:
-        raise NotImplementedError(
-            f"`kv_pages` must have a head_dim of 128 or 256 for 'mosaic_tpu'. Got "
-            f"{problem.head_dim}. Make the pool with `padded_head_dim(head_dim, 'mosaic_tpu')` "
-            f"columns (the rest zero), or use 'xla'."
-        )
-    if q_dtype not in (jnp.bfloat16, jnp.float32):
-        raise NotImplementedError(
-            f"`q` must be bfloat16 or float32 for 'mosaic_tpu'. Got {q_dtype}. Use 'xla'."
-        )
-    if not quantized and jnp.dtype(problem.dtype) != q_dtype:
-        raise NotImplementedError(
-            f"`kv_pages` must have the dtype of `q`, {q_dtype}, for 'mosaic_tpu'. Got "
-            f"{problem.dtype}. Use 'xla'."
         )

@@ -9,6 +9,9 @@ import jax
 
 type Platform = Literal["cpu", "gpu", "tpu"]
 
+# Which implementation holds the kernels of a platform; others have none.
+MOSAIC: dict[str, str] = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
+
 
 def traced_platform() -> Platform:
     """Of the abstract device in the current mesh, else of JAX's default backend."""
