@@ -5,7 +5,6 @@ import itertools
 import sys
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,21 +12,19 @@ import pytest
 from pallas_kernels import mosaic_gpu_columns, reference
 from pallas_kernels.mosaic_gpu_columns import attend_columns
 from pallas_kernels.mosaic_gpu_merge import merge_items
+from pallas_kernels.paged_attention_mosaic import row_slopes
 from pallas_kernels.quantize import LARGEST
 from pallas_kernels.score_rule import ScoreRule
 from pallas_kernels.tuning import KernelConfig
 from pallas_kernels.work_plan import (
-    BEGIN,
-    END,
-    QueryTiles,
     TileShape,
     WorkList,
     pack_queries,
     plan_tiles,
     plan_work,
-    unpack_rows,
 )
 from tests.pallas_kernels import cases, races
+from tests.pallas_kernels.joining import join_items, to_tokens
 
 SPLIT_P = 1e-5  # P in two 16-bit parts
 PLAIN_P = 3e-3  # P in one bfloat16
@@ -72,7 +69,9 @@ def attend(
             shape=tile_shape,
             rule=ScoreRule(options.pop("scale", shape.head_dim**-0.5), **options),
             config=config,
-            slopes=None if alibi_slopes is None else row_slopes(alibi_slopes, tile_shape),
+            slopes=None
+            if alibi_slopes is None
+            else row_slopes(jnp.asarray(alibi_slopes), tile_shape, shape.num_kv_heads),
             kv_scales=None if kv_scales is None else jnp.asarray(kv_scales),
             interpret=True,
         )
@@ -80,43 +79,8 @@ def attend(
             o, lse = merge_items(o, lse, work.row_items, transposed=True, interpret=True)
         o, lse = np.asarray(o).swapaxes(1, 2), np.asarray(lse)
     if not by_kernel:
-        o, lse = join(o, lse, work)
-    out, total = (
-        jnp.moveaxis(
-            jnp.asarray(x, jnp.float32).reshape(tiles.num_tiles, heads, *x.shape[1:]), 1, 0
-        )
-        for x in (o, lse)
-    )
-    return rows_of(out, tiles, shape, 0.0), rows_of(total, tiles, shape, -np.inf)
-
-
-def rows_of(tiled: jax.Array, tiles: QueryTiles, shape: cases.Shape, empty: float) -> np.ndarray:
-    return np.asarray(unpack_rows(tiled, tiles, shape.num_q_heads, empty))
-
-
-def join(o: np.ndarray, lse: np.ndarray, work: WorkList) -> tuple[np.ndarray, np.ndarray]:
-    """The items of each row as one, in float64."""
-    items, bounds = np.asarray(work.items), np.asarray(work.row_items)
-    empty = items[:, BEGIN] == items[:, END]
-    ran = np.arange(len(items)) < np.asarray(work.worker_items)[-1]
-    assert (lse[empty & ran] == -np.inf).all()
-    assert np.isfinite(o[~empty & ran]).all()  # of rows that are padding, too
-    o = np.where(empty[:, None, None], 0, o)
-    nothing = np.zeros((1, *o.shape[1:])), np.full((1, *lse.shape[1:]), -np.inf)
-    rows = [
-        reference.merge_states(
-            np.concatenate([nothing[0], o[first:last]]),
-            np.concatenate([nothing[1], lse[first:last]]),
-        )
-        for first, last in itertools.pairwise(bounds)
-    ]
-    return np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows])
-
-
-def row_slopes(alibi_slopes: np.ndarray, shape: TileShape) -> jax.Array:
-    """f32[heads, rows] of f32[num_q_heads], where the passes divide a group evenly."""
-    slopes = np.tile(alibi_slopes.reshape(-1, shape.group), (1, shape.tokens_per_tile))
-    return jnp.asarray(np.pad(slopes, ((0, 0), (0, shape.rows - slopes.shape[1]))))
+        o, lse = join_items(o, lse, work)
+    return to_tokens(o, lse, tiles, shape.num_q_heads)
 
 
 def check(shape: cases.Shape, batch: cases.Batch, bound: float, **options: Any) -> None:

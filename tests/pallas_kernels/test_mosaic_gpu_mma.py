@@ -12,21 +12,19 @@ import pytest
 from pallas_kernels import mosaic_gpu_mma, mosaic_gpu_target, reference
 from pallas_kernels.mosaic_gpu_mma import attend_mma
 from pallas_kernels.mosaic_gpu_target import GpuTarget, target
+from pallas_kernels.paged_attention_mosaic import row_slopes
 from pallas_kernels.quantize import LARGEST
 from pallas_kernels.score_rule import ScoreRule
 from pallas_kernels.tuning import KernelConfig
 from pallas_kernels.work_plan import (
-    BEGIN,
-    END,
-    QueryTiles,
     TileShape,
     WorkList,
     pack_queries,
     plan_tiles,
     plan_work,
-    unpack_rows,
 )
 from tests.pallas_kernels import cases, races
+from tests.pallas_kernels.joining import join_items, to_tokens
 
 races.interpret_mma()
 
@@ -73,45 +71,16 @@ def attend(
             shape=tile_shape,
             rule=ScoreRule(options.pop("scale", shape.head_dim**-0.5), **options),
             config=KernelConfig("mma", rows, kv_tile, stages, workers, split, split_p),
-            slopes=None if alibi_slopes is None else _row_slopes(alibi_slopes, tile_shape),
+            slopes=None
+            if alibi_slopes is None
+            else row_slopes(jnp.asarray(alibi_slopes), tile_shape, shape.num_kv_heads),
             kv_scales=None if kv_scales is None else jnp.asarray(kv_scales),
             out_dtype=out_dtype,
             interpret=True,
         )
         assert o.dtype == out_dtype
         o, lse = np.asarray(o.astype(jnp.float32)), np.asarray(lse)
-    return _join(o, lse, work, tiles, heads, shape.num_q_heads)
-
-
-def _join(
-    o: np.ndarray, lse: np.ndarray, work: WorkList, tiles: QueryTiles, heads: int, num_q_heads: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The items of each row as one, in float64, and rows as tokens."""
-    items, bounds = np.asarray(work.items), np.asarray(work.row_items)
-    empty = items[:, BEGIN] == items[:, END]
-    ran = int(work.worker_items[-1])  # nobody runs what is empty at the end
-    assert empty[ran:].all()
-    assert (lse[:ran][empty[:ran]] == -np.inf).all()
-    num_rows = tiles.num_tiles * heads
-    out = np.zeros((num_rows, *o.shape[1:]))
-    total = np.full((num_rows, o.shape[1]), -np.inf)
-    for row in range(num_rows):
-        mine = [i for i in range(bounds[row], bounds[row + 1]) if not empty[i]]
-        if mine:
-            assert np.isfinite(o[mine]).all()  # of rows that are padding, too
-            out[row], total[row] = reference.merge_states(o[mine], lse[mine])
-    out = np.moveaxis(out.reshape(tiles.num_tiles, heads, *o.shape[1:]), 1, 0)
-    total = np.moveaxis(total.reshape(tiles.num_tiles, heads, -1), 1, 0)
-    return (
-        np.asarray(unpack_rows(jnp.asarray(out, jnp.float32), tiles, num_q_heads, 0.0)),
-        np.asarray(unpack_rows(jnp.asarray(total, jnp.float32), tiles, num_q_heads, -np.inf)),
-    )
-
-
-def _row_slopes(alibi_slopes: np.ndarray, shape: TileShape) -> jax.Array:
-    """f32[heads, rows] of f32[num_q_heads], where the passes divide a group evenly."""
-    slopes = np.tile(alibi_slopes.reshape(-1, shape.group), (1, shape.tokens_per_tile))
-    return jnp.asarray(np.pad(slopes, ((0, 0), (0, shape.rows - slopes.shape[1]))))
+    return to_tokens(*join_items(o, lse, work), tiles, shape.num_q_heads)
 
 
 def check(shape: cases.Shape, batch: cases.Batch, bound: float, **options: Any) -> None:

@@ -2,18 +2,19 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import reference, work_plan
 from pallas_kernels.mosaic_gpu_rows import attend_rows
+from pallas_kernels.paged_attention_mosaic import row_slopes
 from pallas_kernels.quantize import quantize
 from pallas_kernels.score_rule import ScoreRule
 from pallas_kernels.tuning import KernelConfig
-from pallas_kernels.work_plan import QueryTiles, TileShape, WorkList
+from pallas_kernels.work_plan import TileShape, WorkList
 from tests.pallas_kernels.cases import Batch, Shape, error, make_batch, random_batch
+from tests.pallas_kernels.joining import join_items, to_tokens
 from tests.pallas_kernels.races import no_gpu_race
 
 EXACT, PLAIN = 1e-5, 3e-3  # with P in two parts, and in one of bfloat16
@@ -49,7 +50,7 @@ def run(
     work = work_plan.plan_work(tiles, heads=heads, workers=workers, split=split, min_tiles=1)
     slopes = None
     if alibi_slopes is not None:
-        slopes = _row_slopes(alibi_slopes, shape.num_kv_heads, tile_shape)
+        slopes = row_slopes(jnp.asarray(alibi_slopes), tile_shape, shape.num_kv_heads)
     with no_gpu_race():
         o, lse = attend_rows(
             work_plan.pack_queries(q, tiles, shape.num_kv_heads, shape.head_dim),
@@ -65,43 +66,8 @@ def run(
             interpret=True,
         )
         assert o.dtype == out_dtype
-        joined = _join(np.asarray(o, np.float64), np.asarray(lse), work, tiles, heads)
-    return tuple(  # pyright: ignore[reportReturnType]
-        np.asarray(work_plan.unpack_rows(jnp.asarray(x, jnp.float32), tiles, n, empty))
-        for x, n, empty in zip(joined, [shape.num_q_heads] * 2, [0.0, -np.inf], strict=True)
-    )
-
-
-def _join(
-    o: np.ndarray, lse: np.ndarray, work: WorkList, tiles: QueryTiles, heads: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Items as [heads, num_tiles, rows, ...], those of a row merged in float64."""
-    bounds, items = np.asarray(work.row_items), np.asarray(work.items)
-    num_rows = tiles.num_tiles * heads
-    out, total = np.zeros((num_rows, *o.shape[1:])), np.full((num_rows, o.shape[1]), -np.inf)
-    empty = items[:, work_plan.BEGIN] == items[:, work_plan.END]
-    ran = int(work.worker_items[-1])  # nobody runs what is empty at the end
-    assert empty[ran:].all()
-    if work.split:
-        assert np.isneginf(lse[:ran][empty[:ran]]).all()
-    for row in range(num_rows):
-        mine = np.arange(bounds[row], bounds[row + 1])
-        mine = mine[~empty[mine]]
-        if mine.size:
-            out[row], total[row] = reference.merge_states(o[mine], lse[mine])
-    assert np.isfinite(out).all()  # padding rows too
-    out = out.reshape(tiles.num_tiles, heads, *o.shape[1:])
-    total = total.reshape(tiles.num_tiles, heads, -1)
-    return np.moveaxis(out, 1, 0), np.moveaxis(total, 1, 0)
-
-
-def _row_slopes(alibi_slopes: np.ndarray, num_kv_heads: int, shape: TileShape) -> jax.Array:
-    """f32[heads, rows]"""
-    per_head = alibi_slopes.reshape(num_kv_heads, -1)
-    padding = shape.passes * shape.group - per_head.shape[1]
-    per_head = np.pad(per_head, ((0, 0), (0, padding))).reshape(-1, shape.group)
-    slopes = np.tile(per_head, (1, shape.tokens_per_tile))
-    return jnp.asarray(np.pad(slopes, ((0, 0), (0, shape.rows - slopes.shape[1]))))
+        o, lse = np.asarray(o, np.float64), np.asarray(lse)
+    return to_tokens(*join_items(o, lse, work, empties_say_so=split), tiles, shape.num_q_heads)
 
 
 def check(
