@@ -24,6 +24,7 @@ from tests.pallas_kernels.cases import Batch, Shape, error, make_batch, random_b
 
 DECODE = KernelConfig("columns", rows=8, kv_tile=16, stages=2, workers=5)
 PREFILL = KernelConfig("rows", rows=16, kv_tile=16, stages=2, workers=5)
+WIDE = KernelConfig("columns", rows=8, kv_tile=64, stages=2, workers=5)  # than a page
 SPLIT = KernelConfig("columns", rows=8, kv_tile=16, stages=2, workers=5, split=True)
 
 
@@ -208,7 +209,7 @@ GROUPINGS = [
 
 
 @pytest.mark.parametrize(("groups", "alone"), GROUPINGS)
-@pytest.mark.parametrize("config", [DECODE, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("config", [DECODE, SPLIT, WIDE], ids=["whole", "split", "wide"])
 def test_cascade_equals_flat(
     groups: list[tuple[int, int]], alone: int, config: KernelConfig
 ) -> None:
