@@ -110,6 +110,25 @@ def size_pool(
     return PoolSize(usable + 1, max_model_len)
 
 
+def host_pages_in(layout: PageLayout, swap_space: float, free_bytes: int) -> int:
+    """Pages of the host pool.
+
+    Args:
+      swap_space: GiB asked for.
+      free_bytes: of the host's memory, once all else has taken its part.
+
+    Raises:
+      CapacityError: `free_bytes` are fewer.
+    """
+    asked = int(swap_space * GIB)
+    if asked > free_bytes:
+        raise CapacityError(
+            f"`swap_space` must fit into the host's free memory, {max(free_bytes, 0) / GIB:.3f} "
+            f"GiB. Got {swap_space:g} GiB: lower it, or free memory on the host."
+        )
+    return layout.pages_in(asked)
+
+
 def _check_memory(layout: PageLayout, asked_pages: int, free_bytes: int) -> None:
     needed = asked_pages * layout.page_bytes
     if needed > free_bytes:

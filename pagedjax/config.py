@@ -7,6 +7,7 @@ becomes once model, device and pool are known; the scheduler and the runner read
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -14,6 +15,11 @@ from typing import Any, Literal
 from pagedjax.errors import ConfigError
 
 type Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+type PreemptionMode = Literal["auto", "swap", "recompute"]
+type VictimPolicy = Literal["latest", "least_cost"]
+
+PREEMPTION_MODES = ("auto", "swap", "recompute")
+VICTIM_POLICIES = ("latest", "least_cost")
 
 # kv_cache_dtype as users of vLLM write it -> the dtype's name.
 KV_CACHE_DTYPES = {
@@ -50,6 +56,12 @@ class EngineConfig:
       kv_cache_dtype: of pages; "auto" is `dtype`. "fp8" (float8_e4m3fn) and "int8" hold about
         twice as many tokens, each vector with a scale of its own.
       cascade_attention: sequences that share a long prefix read it once (Pallas kernels only).
+      swap_space: GiB of host memory for pages of preempted requests and evicted prefixes; 0: none.
+      preemption_mode: what becomes of the pages of a request that gives way: "swap" moves them to
+        `swap_space`, "recompute" drops them, "auto" does what is estimated to be faster. A swap
+        that finds no room is a recompute.
+      victim_policy: which request gives way to an older one: the "latest", or the one whose pages
+        are restored at "least_cost" each.
     """
 
     dtype: Dtype = "auto"
@@ -64,6 +76,9 @@ class EngineConfig:
     attention_implementation: str | None = None
     kv_cache_dtype: str = "auto"
     cascade_attention: bool = False
+    swap_space: float = 0.0
+    preemption_mode: PreemptionMode = "auto"
+    victim_policy: VictimPolicy = "latest"
 
     def __post_init__(self) -> None:
         """Checks each option alone; combinations are checked once the rest is known."""
@@ -93,6 +108,9 @@ class EngineConfig:
             value: Any = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"`{name}` must be true or false. Got {value!r}.")
+        _check_swap_space(self.swap_space)
+        _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        _check_choice("victim_policy", self.victim_policy, VICTIM_POLICIES)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -117,7 +135,10 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Resolved sizes that scheduler and runner share. Raises `ConfigError`."""
+    """Resolved sizes that scheduler and runner share. Raises `ConfigError`.
+
+    `num_host_pages` counts pages that can be used, ids 1 to `num_host_pages`; 0: no host pool.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -126,10 +147,16 @@ class SchedulerConfig:
     num_pages: int
     vocab_size: int
     enable_prefix_caching: bool = True
+    num_host_pages: int = 0
+    preemption_mode: PreemptionMode = "auto"
+    victim_policy: VictimPolicy = "latest"
 
     def __post_init__(self) -> None:
         """Checks the combination."""
         check_page_size(self.page_size)
+        _check_int("num_host_pages", self.num_host_pages, 0, 2**31 - 2)
+        _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        _check_choice("victim_policy", self.victim_policy, VICTIM_POLICIES)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"`max_num_batched_tokens` must be at least `max_num_seqs` ({self.max_num_seqs}), "
@@ -211,6 +238,20 @@ def check_page_size(page_size: int) -> None:
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"`{name}` must be an integer in [{low}, {high}]. Got {value!r}.")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        shown = f"{', '.join(choices[:-1])} or {choices[-1]}"
+        raise ConfigError(f"`{name}` must be {shown}. Got {value!r}.")
+
+
+def _check_swap_space(value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0:
+        raise ConfigError(
+            f"`swap_space` must be a finite number of GiB, 0 (none) or more. Got {value!r}."
+        )
 
 
 def _check_fraction(name: str, value: Any) -> None:

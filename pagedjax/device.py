@@ -67,7 +67,7 @@ def memory() -> DeviceMemory:
     if stats:
         limit = int(stats["bytes_limit"])
         return DeviceMemory(limit - int(stats["bytes_in_use"]), limit)
-    return _host_memory()
+    return host_memory()
 
 
 def peak_bytes() -> int | None:
@@ -76,7 +76,8 @@ def peak_bytes() -> int | None:
     return int(stats["peak_bytes_in_use"]) if stats else None
 
 
-def _host_memory() -> DeviceMemory:
+def host_memory() -> DeviceMemory:
+    """The host's RAM now; a container's limit counts."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = _meminfo("MemAvailable") or total // 2
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")

@@ -6,6 +6,7 @@ PagedJaxError
 ├── CapacityError          the memory at hand cannot hold what the options ask for
 ├── RequestError           one request is wrong; every other request goes on
 ├── AllocationError        no page is free; the scheduler turns it into waiting or preemption
+├── TransferError          pages could not be moved back from the host; they are computed again
 └── IntegrityError         an invariant of the engine is broken: a bug in pagedjax, please report it
 """
 
@@ -44,6 +45,19 @@ class RequestError(PagedJaxError, ValueError):
 
 class AllocationError(PagedJaxError, RuntimeError):
     """The page pool has fewer free pages than asked for; nothing was changed."""
+
+
+class TransferError(PagedJaxError, RuntimeError):
+    """Pages could not be brought back from the host pool; raised before a step's forward ran.
+
+    Attributes:
+      host_pages: the host pages whose content is lost, ids in [1, num_host_pages].
+    """
+
+    def __init__(self, message: str, *, host_pages: frozenset[int]):
+        """Keeps `host_pages` beside the message."""
+        super().__init__(message)
+        self.host_pages = host_pages
 
 
 class IntegrityError(PagedJaxError, RuntimeError):

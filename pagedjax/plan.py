@@ -31,6 +31,14 @@ class PageCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class PageMove:
+    """One page between the device pool and the host pool; which way, its place in the plan says."""
+
+    page: int  # device page id
+    host_page: int  # host page id, 1 .. num_host_pages
+
+
+@dataclass(frozen=True, slots=True)
 class RowUpdate:
     """New content of one slot's row in the sampler's device state; replaces all that was there.
 
@@ -84,7 +92,14 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. T = bucket, S = R = min(bucket, max_num_seqs), W = pages_per_seq."""
+    """One step. T = bucket, S = R = min(bucket, max_num_seqs), W = pages_per_seq.
+
+    The order inside a step: pages of `swaps_out` are read, those of `swaps_in` are written, then
+    come `copies`, `row_updates` and the forward pass. So a device page may be swapped out and be
+    anything else's in the same step, and a page that was swapped in may be copied. A host page is
+    in at most one of the two lists, once, and in `swaps_in` only if an earlier step's `swaps_out`
+    filled it; one that the scheduler freed may be filled again by any later step.
+    """
 
     bucket: int
     tokens: I32  # i32[T], packed token ids; padding 0
@@ -99,6 +114,8 @@ class StepPlan:
     copies: tuple[PageCopy, ...] = ()  # at most S; run before the step's writes
     row_updates: tuple[RowUpdate, ...] = ()  # applied before the step
     scheduled: tuple[ScheduledSequence, ...] = field(default=())
+    swaps_out: tuple[PageMove, ...] = ()  # device -> host, read before this step writes anything
+    swaps_in: tuple[PageMove, ...] = ()  # host -> device, after `swaps_out`, before `copies`
 
     @property
     def num_tokens(self) -> int:
@@ -116,3 +133,5 @@ class StepResult:
     top_ids: I32  # i32[R, MAX_LOGPROBS], likeliest ids, best first, ties by id
     top_logprobs: F32  # f32[R, MAX_LOGPROBS]
     corrupted: NDArray[np.bool_]  # bool[R], the row's logits held NaN; its token means nothing
+    # Host pages whose swap-out failed or whose checksum is wrong, learnt since the last result.
+    lost_host_pages: frozenset[int] = frozenset()

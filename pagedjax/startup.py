@@ -17,7 +17,14 @@ import jax
 import jax.numpy as jnp
 
 from pagedjax import device, environment, kernel_choice
-from pagedjax.capacity import GIB, PageLayout, PoolSize, pool_budget, size_pool
+from pagedjax.capacity import (
+    GIB,
+    PageLayout,
+    PoolSize,
+    host_pages_in,
+    pool_budget,
+    size_pool,
+)
 from pagedjax.config import KV_CACHE_DTYPES, EngineConfig, SchedulerConfig, check_page_size
 from pagedjax.engine import LLMEngine
 from pagedjax.errors import ConfigError
@@ -49,6 +56,7 @@ class StartupReport:
     pool_bytes: int
     page_size: int
     num_pages: int
+    num_host_pages: int  # of the swap space
     page_bytes: int
     max_model_len: int
     max_num_seqs: int
@@ -66,12 +74,15 @@ class StartupReport:
     def lines(self) -> list[str]:
         """For people."""
         tokens = (self.num_pages - 1) * self.page_size
+        swap_gib = self.num_host_pages * self.page_bytes / GIB
+        swap = f", {self.num_host_pages} more in {swap_gib:.2f} GiB of swap space"
         return [
             f"Model {self.model} in {self.dtype} on {self.device}: weights "
             f"{self.weights_bytes / GIB:.2f} GiB, loaded in {self.load_seconds:.1f} s",
             f"Memory: {self.memory_free_bytes / GIB:.2f} GiB free, "
             f"{self.pool_bytes / GIB:.2f} GiB for the KV cache: {self.num_pages} pages of "
-            f"{self.page_size} tokens in {self.kv_cache_dtype}, {self.page_bytes:,} bytes a page",
+            f"{self.page_size} tokens in {self.kv_cache_dtype}, {self.page_bytes:,} bytes a page"
+            + (swap if self.num_host_pages else ""),
             f"KV cache size: {tokens:,} tokens. Maximum concurrency for {self.max_model_len:,} "
             f"tokens per request: {self.max_concurrency:.2f}x",
             f"Attention: {self.attention}. Steps of at most {self.max_num_seqs} sequences and "
@@ -140,6 +151,7 @@ def start_engine(
         pool_bytes=runner.kv_cache.nbytes,
         page_size=config.page_size,
         num_pages=config.num_pages,
+        num_host_pages=config.num_host_pages,
         page_bytes=layout.page_bytes,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -216,8 +228,20 @@ def _resolve(
         num_pages=pool.num_pages,
         vocab_size=flat.vocab_size,
         enable_prefix_caching=options.enable_prefix_caching,
+        num_host_pages=_num_host_pages(options, layout, pool),
+        preemption_mode=options.preemption_mode,
+        victim_policy=options.victim_policy,
     )
     return config, layout, pool
+
+
+def _num_host_pages(options: EngineConfig, layout: PageLayout, pool: PoolSize) -> int:
+    if options.swap_space == 0:
+        return 0
+    free = device.host_memory().free
+    if device.platform() == "cpu":  # where the page pool is in the same memory
+        free -= pool.num_pages * layout.page_bytes
+    return host_pages_in(layout, options.swap_space, free)
 
 
 def _model_len(options: EngineConfig, facts: ModelFacts) -> int:

@@ -189,6 +189,29 @@ def _add_engine(made: Parser) -> None:
         action="store_true",
         help="sequences that share a long prefix read it once (Pallas kernels only)",
     )
+    _add_memory_pressure(made)
+
+
+def _add_memory_pressure(made: Parser) -> None:
+    group = made.add_argument_group("when pages run out")
+    group.add_argument(
+        "--swap-space",
+        type=float,
+        metavar="GIB",
+        help="host memory for pages of requests that give way and of evicted prefixes "
+        "(default 0: none)",
+    )
+    group.add_argument(
+        "--preemption-mode",
+        metavar="MODE",
+        help="auto (default: the faster one by measured times), swap (move pages to the swap "
+        "space) or recompute (drop them); without room in the swap space always recompute",
+    )
+    group.add_argument(
+        "--victim-policy",
+        metavar="POLICY",
+        help="who gives way: latest (default) or least_cost",
+    )
 
 
 def main() -> int:

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedjax import CapacityError
-from pagedjax.capacity import CPU_POOL_BYTES, GIB, PageLayout, PoolSize, pool_budget, size_pool
+from pagedjax.capacity import (
+    CPU_POOL_BYTES,
+    GIB,
+    PageLayout,
+    PoolSize,
+    host_pages_in,
+    pool_budget,
+    size_pool,
+)
 from pagedjax.paging import PageAllocator
 from pagedjax.paging.page_table import PageTable
 
@@ -165,3 +173,17 @@ def test_pages_that_memory_does_not_hold_are_refused_with_the_numbers() -> None:
         CapacityError, match=r"`num_pages` 11 needs .* Set `num_pages` to at most 10"
     ):
         size_pool(layout, **asked, asked_pages=11, free_bytes=free)
+
+
+def test_swap_space_becomes_whole_pages_or_is_refused_with_the_numbers() -> None:
+    layout = PageLayout(num_layers=32, num_kv_heads=8, head_dim=128, page_size=16, itemsize=2)
+    assert layout.page_bytes == 2**21
+    assert host_pages_in(layout, 1.5, free_bytes=2 * GIB) == 768
+    assert host_pages_in(layout, 1 / 1024, free_bytes=GIB) == 0  # half a page
+    assert host_pages_in(layout, 2, free_bytes=2 * GIB) == 1024
+    with pytest.raises(CapacityError) as caught:
+        host_pages_in(layout, 2.5, free_bytes=2 * GIB)
+    assert str(caught.value) == (
+        "`swap_space` must fit into the host's free memory, 2.000 GiB. Got 2.5 GiB: lower it, or "
+        "free memory on the host."
+    )

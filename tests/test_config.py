@@ -43,6 +43,13 @@ def scheduler_config(**sizes: int) -> SchedulerConfig:
         ("memory_utilization", "0.9", "Got '0.9'"),
         ("enable_prefix_caching", 1, "true or false. Got 1"),
         ("attention_implementation", 3, "a name or None. Got 3"),
+        ("swap_space", -1, r"finite number of GiB, 0 \(none\) or more\. Got -1"),
+        ("swap_space", float("inf"), "Got inf"),
+        ("swap_space", float("nan"), "Got nan"),
+        ("swap_space", True, "Got True"),
+        ("swap_space", "4", "Got '4'"),
+        ("preemption_mode", "drop", r"auto, swap or recompute\. Got 'drop'"),
+        ("victim_policy", None, r"latest or least_cost\. Got None"),
     ],
 )
 def test_a_bad_option_is_refused_by_name(option: str, value: Any, message: str) -> None:
@@ -63,6 +70,19 @@ def test_aliases_of_vllm_are_accepted_once() -> None:
     assert (config.memory_utilization, config.page_size) == (0.5, 8)
     with pytest.raises(ConfigError, match=r"`page_size` must be given once\. Got it twice, as"):
         EngineConfig.from_options({"page_size": 8, "block_size": 8})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_host_pages", -1, r"`num_host_pages` must be an integer in \[0, .*Got -1"),
+        ("preemption_mode", "", "`preemption_mode` must be auto, swap or recompute"),
+        ("victim_policy", "oldest", "`victim_policy` must be latest or least_cost"),
+    ],
+)
+def test_a_bad_resolved_option_is_refused_too(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        scheduler_config(**{name: value})
 
 
 def test_the_step_must_have_a_token_for_each_sequence() -> None:

@@ -182,6 +182,23 @@ def test_an_accelerators_memory_is_what_jax_may_take(monkeypatch: pytest.MonkeyP
     assert device.defaults().dtype == "bfloat16"
 
 
+def test_swap_space_is_host_pages_beside_the_pool(
+    refuse_to_compile: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"page_size": 4, "num_pages": 33, "max_model_len": 128}
+    config = decide(refuse_to_compile, **options, preemption_mode="swap")
+    assert (config.num_host_pages, config.preemption_mode) == (0, "swap")
+    half = 2**19 / PAGE_BYTES  # of a MiB
+    config = decide(refuse_to_compile, **options, swap_space=2**-11, victim_policy="least_cost")
+    assert (config.num_host_pages, config.victim_policy) == (half, "least_cost")
+    monkeypatch.setattr(device, "host_memory", lambda: DeviceMemory(43 * PAGE_BYTES, 2**36))
+    if device.platform() == "cpu":  # the pool takes its 33 pages of the same memory
+        with pytest.raises(CapacityError, match="`swap_space` must fit into the host's free mem"):
+            LLM(TinyLM(), **options, swap_space=11 * PAGE_BYTES / 2**30)
+    config = decide(refuse_to_compile, **options, swap_space=10 * PAGE_BYTES / 2**30)
+    assert config.num_host_pages == 10
+
+
 def test_a_cpu_keeps_no_peak() -> None:
     if device.platform() == "cpu":
         assert device.peak_bytes() is None
@@ -201,6 +218,7 @@ REPORT = StartupReport(
     pool_bytes=2**30,
     page_size=16,
     num_pages=1001,
+    num_host_pages=0,
     page_bytes=1_048_576,
     max_model_len=4000,
     max_num_seqs=8,
@@ -224,6 +242,8 @@ def test_the_report_says_what_was_decided() -> None:
         "(with what the compilation cache held)",
         "Start-up took 5.5 s",
     ]
+    swapping = dataclasses.replace(REPORT, num_host_pages=512).lines()
+    assert swapping[1].endswith("1,048,576 bytes a page, 512 more in 0.50 GiB of swap space")
 
 
 def test_the_size_of_the_cache_is_what_its_pages_hold() -> None:
