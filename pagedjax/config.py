@@ -17,9 +17,14 @@ from pagedjax.errors import ConfigError
 type Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 type PreemptionMode = Literal["auto", "swap", "recompute"]
 type VictimPolicy = Literal["latest", "least_cost"]
+type SchedulingPolicy = Literal["fcfs", "priority"]
 
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 VICTIM_POLICIES = ("latest", "least_cost")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+MAX_AGEING = (
+    1e6  # seconds for a level; times the largest priority, a float still tells 0.25 s apart
+)
 
 # kv_cache_dtype as users of vLLM write it -> the dtype's name.
 KV_CACHE_DTYPES = {
@@ -62,6 +67,14 @@ class EngineConfig:
         that finds no room is a recompute.
       victim_policy: which request gives way to an older one: the "latest", or the one whose pages
         are restored at "least_cost" each.
+      scheduling_policy: "fcfs", by arrival; or "priority": a request's `priority` first, smaller
+        values earlier. It orders the queue and says who gives pages up; it stops nobody by itself.
+      priority_ageing: seconds of waiting that make up for one level of priority, so that nothing
+        starves: a request goes before one of d levels more urgent that came d times as many
+        seconds later.
+      max_queue_requests, max_queue_tokens: `add_request` refuses while so many requests, or prompt
+        tokens, wait that never ran; None: no limit. `LLM.generate` feeds its prompts as room
+        appears.
     """
 
     dtype: Dtype = "auto"
@@ -79,6 +92,10 @@ class EngineConfig:
     swap_space: float = 0.0
     preemption_mode: PreemptionMode = "auto"
     victim_policy: VictimPolicy = "latest"
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    priority_ageing: float = 60.0
+    max_queue_requests: int | None = None
+    max_queue_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Checks each option alone; combinations are checked once the rest is known."""
@@ -111,6 +128,7 @@ class EngineConfig:
         _check_swap_space(self.swap_space)
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         _check_choice("victim_policy", self.victim_policy, VICTIM_POLICIES)
+        _check_policy(self)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -150,6 +168,10 @@ class SchedulerConfig:
     num_host_pages: int = 0
     preemption_mode: PreemptionMode = "auto"
     victim_policy: VictimPolicy = "latest"
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    priority_ageing: float = 60.0
+    max_queue_requests: int | None = None
+    max_queue_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Checks the combination."""
@@ -157,6 +179,7 @@ class SchedulerConfig:
         _check_int("num_host_pages", self.num_host_pages, 0, 2**31 - 2)
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         _check_choice("victim_policy", self.victim_policy, VICTIM_POLICIES)
+        _check_policy(self)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"`max_num_batched_tokens` must be at least `max_num_seqs` ({self.max_num_seqs}), "
@@ -233,6 +256,20 @@ def check_page_size(page_size: int) -> None:
         raise ConfigError(
             f"`page_size` must be a power of two, 1 to {MAX_PAGE_SIZE}. Got {page_size}."
         )
+
+
+def _check_policy(options: EngineConfig | SchedulerConfig) -> None:
+    _check_choice("scheduling_policy", options.scheduling_policy, SCHEDULING_POLICIES)
+    ageing: Any = options.priority_ageing
+    is_number = isinstance(ageing, int | float) and not isinstance(ageing, bool)
+    if not is_number or not 0.0 < ageing <= MAX_AGEING:
+        raise ConfigError(
+            f"`priority_ageing` must be seconds in (0, {MAX_AGEING:g}]: with none, a request could "
+            f"wait for ever. Got {ageing!r}."
+        )
+    for name in ("max_queue_requests", "max_queue_tokens"):
+        if getattr(options, name) is not None:
+            _check_int(name, getattr(options, name), 1, 2**31 - 1)
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:

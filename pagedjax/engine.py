@@ -56,6 +56,7 @@ class LLMEngine:
         *,
         seed: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Joins the halves.
 
@@ -63,12 +64,14 @@ class LLMEngine:
           tokenizer: None: prompts are token ids and answers have no text.
           seed: what requests without a seed of their own derive theirs from.
           eos_token_ids: tokens that end an answer unless `ignore_eos`.
+          clock: seconds, never going back; ageing, deadlines and metrics read it.
         """
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
         self._seed = seed
         self._eos_token_ids = eos_token_ids
+        self._clock = clock
         self._live: dict[str, InFlight] = {}
         self._ended: list[RequestOutput] = []
         self._num_arrived = 0
@@ -86,8 +89,16 @@ class LLMEngine:
         params: SamplingParams,
         *,
         cache_salt: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> None:
         """Checks, tokenises and queues a request.
+
+        Args:
+          cache_salt: requests with different salts never share cached pages.
+          priority: smaller values run earlier; 0 unless `scheduling_policy` is "priority".
+          timeout: seconds from now, > 0, after which it ends with what came so far and an error
+            of code "timeout"; None: never.
 
         Raises:
           RequestError: it can never be served as asked, or its id is in use.
@@ -96,10 +107,12 @@ class LLMEngine:
             raise RequestError(
                 f"`request_id` must not be in use. Got {request_id!r} twice.", param="request_id"
             )
-        request = self._request(request_id, prompt, params, cache_salt)
+        request = self._request(
+            request_id, prompt, params, cache_salt, _checked_priority(priority), timeout
+        )
         detokenizers = [self._detokenizer(params) for _ in range(params.n)]
         sequences = self.scheduler.add_request(request)
-        live = InFlight(request, sequences, detokenizers, arrived=time.monotonic())
+        live = InFlight(request, sequences, detokenizers, self._clock)
         self._num_arrived += 1
         self._live[request_id] = live
 
@@ -150,7 +163,13 @@ class LLMEngine:
             self.scheduler.assert_empty()
 
     def _request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, cache_salt: str | None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        cache_salt: str | None,
+        priority: int,
+        timeout: float | None,
     ) -> Request:
         text = prompt if isinstance(prompt, str) else None
         seed = params.seed
@@ -166,6 +185,9 @@ class LLMEngine:
             bad_sequences=self._bad_sequences(params),
             cache_salt=_checked_salt(cache_salt),
             prompt=text,
+            priority=priority,
+            arrival_time=self._clock(),
+            timeout=timeout,
         )
 
     def _token_ids(self, prompt: Any) -> tuple[int, ...]:
@@ -221,7 +243,7 @@ class LLMEngine:
         )
 
     def _advance(self, sequences: list[Sequence]) -> None:
-        now = time.monotonic()
+        now = self._clock()
         touched: dict[str, InFlight] = {}
         for sequence in sequences:
             live = self._live.get(sequence.request.request_id)
@@ -250,6 +272,17 @@ class LLMEngine:
         except Exception:
             logger.exception("request %s failed", live.request.request_id)
             return live.failed_output()
+
+
+def _checked_priority(priority: Any) -> int:
+    is_int = isinstance(priority, int) and not isinstance(priority, bool)
+    if not is_int or not -(2**31) <= priority < 2**31:
+        raise RequestError(
+            f"`priority` must be an integer in [{-(2**31)}, {2**31 - 1}]. "
+            f"Got {priority if is_int and abs(priority) < 10**30 else type(priority).__name__}.",
+            param="priority",
+        )
+    return priority
 
 
 def _checked_salt(salt: Any) -> str | None:

@@ -5,7 +5,7 @@ Reads what the scheduler appended; changes nothing of it. Knows nothing of steps
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from pagedjax.detokenizer import Detokenizer
@@ -30,7 +30,7 @@ class InFlight:
     request: Request
     sequences: list[Sequence]
     detokenizers: list[Detokenizer | None]  # by sample; None: no text is wanted
-    arrived: float  # seconds, monotonic clock, as all here
+    clock: Callable[[], float]  # the engine's, in seconds, as all times here
     num_seen: list[int] = field(default_factory=list[int])  # output tokens read, by sample
     first_token: float | None = None
     last_token: float = 0.0
@@ -52,7 +52,7 @@ class InFlight:
         new = sequence.tokens[sequence.num_prompt_tokens + self.num_seen[sample] :]
         self.num_seen[sample] += len(new)
         if sample == 0 and new:
-            self._clock(now)
+            self._note_time(now)
         detokenizer = self.detokenizers[sample]
         if detokenizer is None:
             return None
@@ -103,7 +103,7 @@ class InFlight:
             metrics=self._metrics(),
         )
 
-    def _clock(self, now: float) -> None:
+    def _note_time(self, now: float) -> None:
         if self.first_token is None:
             self.first_token = now
         else:
@@ -133,10 +133,10 @@ class InFlight:
         return completion
 
     def _metrics(self) -> dict[str, float]:
-        metrics = {"total_seconds": time.monotonic() - self.arrived}
+        metrics = {"total_seconds": self.clock() - self.request.arrival_time}
         if self.first_token is None:
             return metrics
-        metrics["time_to_first_token_seconds"] = self.first_token - self.arrived
+        metrics["time_to_first_token_seconds"] = self.first_token - self.request.arrival_time
         gaps = self.sequences[0].num_output_tokens - 1
         if gaps > 0:
             mean = (self.last_token - self.first_token) / gaps

@@ -205,6 +205,9 @@ class Request:
     bad_sequences: tuple[tuple[int, ...], ...] = ()  # bad_words as token ids, each non-empty
     cache_salt: str | None = None  # requests with different salts never share cached pages
     prompt: str | None = None  # the text, when the caller gave text
+    priority: int = 0  # smaller values run earlier, under the policy that looks at it
+    arrival_time: float = 0.0  # seconds on the engine's clock
+    timeout: float | None = None  # seconds from arrival after which it ends as it is
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -231,6 +231,10 @@ def _resolve(
         num_host_pages=_num_host_pages(options, layout, pool),
         preemption_mode=options.preemption_mode,
         victim_policy=options.victim_policy,
+        scheduling_policy=options.scheduling_policy,
+        priority_ageing=options.priority_ageing,
+        max_queue_requests=options.max_queue_requests,
+        max_queue_tokens=options.max_queue_tokens,
     )
     return config, layout, pool
 

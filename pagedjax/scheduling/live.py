@@ -17,6 +17,10 @@ from pagedjax.request import Request, Sequence
 from pagedjax.scheduling.adjustments import Adjustments, BanState
 from pagedjax.scheduling.journal import JournaledTable
 
+# (rank, arrival, sample): the order of the queues, and of who gives way. `arrival` is unique, so
+# comparing keys never comes to comparing anything else.
+type SequenceKey = tuple[float, int, int]
+
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
@@ -26,7 +30,7 @@ class LiveSequence:
     owner: LiveRequest
     table: JournaledTable
     chain: PrefixChain
-    key: tuple[int, int]  # (arrival, sample): the order of the queues
+    key: SequenceKey
     capacity: int = 0  # positions that the table's pages cover
     shares_tail: bool = False  # forked, and its partial last page may have other holders still
     in_flight: ScheduledSequence | None = None  # what a plan computes whose result is not read yet
@@ -77,6 +81,17 @@ class LiveRequest:
         return not wants or len(sequence.prompt_logprobs) == sequence.num_prompt_tokens
 
 
+def rank_of(request: Request, config: SchedulerConfig) -> float:
+    """When the request would have arrived if its priority were 0, in seconds; smaller goes first.
+
+    It never changes while the request lives, so queues stay sorted, and later arrivals have ever
+    larger ranks, so nothing starves.
+    """
+    if config.scheduling_policy == "fcfs":
+        return 0.0
+    return request.arrival_time + request.priority * config.priority_ageing
+
+
 def check_request(request: Request, config: SchedulerConfig) -> None:
     """Raises `RequestError` for a request that this engine can never serve."""
     length, params = len(request.prompt_token_ids), request.params
@@ -94,6 +109,12 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
         raise RequestError(
             f"`n` must be at most `max_num_seqs` ({config.max_num_seqs}). Got {params.n}.",
             param="n",
+        )
+    if request.priority != 0 and config.scheduling_policy == "fcfs":
+        raise RequestError(
+            f"`priority` must be 0 unless the engine runs with `scheduling_policy` priority. "
+            f"Got {request.priority}.",
+            param="priority",
         )
     ids: dict[str, Iterable[int]] = {
         "prompt": request.prompt_token_ids,

@@ -14,7 +14,7 @@ from pagedjax.paging import PrefixCache
 from pagedjax.request import FinishReason, Request, Sequence, SequenceStatus
 from pagedjax.scheduling.adjustments import Adjustments
 from pagedjax.scheduling.journal import JournaledAllocator, JournaledTable
-from pagedjax.scheduling.live import LiveRequest, LiveSequence
+from pagedjax.scheduling.live import LiveRequest, LiveSequence, SequenceKey, rank_of
 
 
 class Roster:
@@ -23,7 +23,7 @@ class Roster:
     Attributes:
       requests: by request id, while a sequence of them is not finished.
       live: the record of each sequence that is not finished.
-      waiting, running: by age, (arrival, sample). Of a request that has not forked only the
+      waiting, running: by key, (rank, arrival, sample). Of a request that has not forked only the
         first sequence is in either; it stands for the others.
       free_slots: ascending.
     """
@@ -135,13 +135,13 @@ class Roster:
                 owner=owner,
                 table=JournaledTable(self._allocator, config.page_size),
                 chain=self._cache.chain((), {"salt": request.cache_salt}),
-                key=(request.arrival, sample),
+                key=(rank_of(request, config), request.arrival, sample),
             )
             owner.members.append(member)
         return owner
 
 
-def _key(live: LiveSequence) -> tuple[int, int]:
+def _key(live: LiveSequence) -> SequenceKey:
     return live.key
 
 
