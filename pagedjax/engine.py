@@ -1,40 +1,26 @@
 """The engine: joins the scheduler (host half) and the runner (device half), one step at a time.
 
-Owns the requests that are in flight. Everything that a
-request brings is handled inside a boundary of its own, so that a bad one harms nobody else.
+Owns the requests that are in flight. Everything that a request brings is handled inside a boundary
+of its own, so that a bad one harms nobody else.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-
-from pagedjax.detokenizer import Detokenizer
 from pagedjax.errors import IntegrityError, RequestError
 from pagedjax.in_flight import INTERNAL_ERROR, InFlight
+from pagedjax.intake import Intake, Prompt
 from pagedjax.plan import StepPlan, StepResult
-from pagedjax.request import (
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    Sequence,
-    derived_seed,
-)
+from pagedjax.request import FinishReason, RequestOutput, SamplingParams, Sequence
 from pagedjax.scheduler import Scheduler
 from pagedjax.throughput import ThroughputLog
-from pagedjax.tokenizer import Tokenizer, encode_prompt
+from pagedjax.tokenizer import Tokenizer
 
 logger = logging.getLogger("pagedjax")
-
-type Prompt = str | list[int] | tuple[int, ...] | np.ndarray[Any, Any]
-
-_SEED_MASK = 2**64 - 1
-MAX_SALT_BYTES = 128
 
 
 class Runner(Protocol):
@@ -69,12 +55,10 @@ class LLMEngine:
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
-        self._seed = seed
-        self._eos_token_ids = eos_token_ids
+        self.intake = Intake(tokenizer, seed=seed, eos_token_ids=eos_token_ids)
         self._clock = clock
         self._live: dict[str, InFlight] = {}
         self._ended: list[RequestOutput] = []
-        self._num_arrived = 0
         self._log = ThroughputLog(logger)
 
     @property
@@ -107,13 +91,18 @@ class LLMEngine:
             raise RequestError(
                 f"`request_id` must not be in use. Got {request_id!r} twice.", param="request_id"
             )
-        request = self._request(
-            request_id, prompt, params, cache_salt, _checked_priority(priority), timeout
+        request = self.intake.request(
+            request_id,
+            prompt,
+            params,
+            now=self._clock(),
+            cache_salt=cache_salt,
+            priority=priority,
+            timeout=timeout,
         )
-        detokenizers = [self._detokenizer(params) for _ in range(params.n)]
+        detokenizers = [self.intake.detokenizer(params) for _ in range(params.n)]
         sequences = self.scheduler.add_request(request)
         live = InFlight(request, sequences, detokenizers, self._clock)
-        self._num_arrived += 1
         self._live[request_id] = live
 
     def step(self) -> list[RequestOutput]:
@@ -162,86 +151,6 @@ class LLMEngine:
         if not self._live:
             self.scheduler.assert_empty()
 
-    def _request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        cache_salt: str | None,
-        priority: int,
-        timeout: float | None,
-    ) -> Request:
-        text = prompt if isinstance(prompt, str) else None
-        seed = params.seed
-        if seed is None:
-            seed = derived_seed(self._seed, request_id)
-        return Request(
-            request_id=request_id,
-            prompt_token_ids=self._token_ids(prompt),
-            params=params,
-            arrival=self._num_arrived,
-            seed=seed & _SEED_MASK,
-            eos_token_ids=self._eos_token_ids,
-            bad_sequences=self._bad_sequences(params),
-            cache_salt=_checked_salt(cache_salt),
-            prompt=text,
-            priority=priority,
-            arrival_time=self._clock(),
-            timeout=timeout,
-        )
-
-    def _token_ids(self, prompt: Any) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            tokenizer = self._need_tokenizer("a prompt of text", "prompt")
-            return tuple(_encoded(encode_prompt, tokenizer, prompt, param="prompt"))
-        if isinstance(prompt, np.ndarray):
-            prompt = prompt.tolist()
-        if not isinstance(prompt, list | tuple):
-            raise RequestError(
-                f"`prompt` must be text or a list of token ids. Got {type(prompt).__name__}.",
-                param="prompt",
-            )
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise RequestError(
-                    f"`prompt` must hold integers when it is a list. Got {type(token).__name__}.",
-                    param="prompt",
-                )
-        return tuple(prompt)
-
-    def _need_tokenizer(self, what: str, param: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError(
-                f"`{param}` must be given as token ids: this engine has no tokenizer. Got {what}.",
-                param=param,
-            )
-        return self.tokenizer
-
-    def _bad_sequences(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        found: dict[tuple[int, ...], None] = {}
-        for word in params.bad_words:
-            tokenizer = self._need_tokenizer("bad_words", "bad_words")
-            for text in (word, " " + word):  # most words are other tokens after a space
-                ids = tuple(_encoded(_encode_plain, tokenizer, text, param="bad_words"))
-                if ids:
-                    found[ids] = None
-        return tuple(found)
-
-    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
-        if self.tokenizer is None:
-            if params.stop:
-                self._need_tokenizer("stop strings", "stop")
-            return None
-        if not params.detokenize:
-            return None
-        return Detokenizer(
-            self.tokenizer,
-            skip_special_tokens=params.skip_special_tokens,
-            stop=params.stop,
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-        )
-
     def _advance(self, sequences: list[Sequence]) -> None:
         now = self._clock()
         touched: dict[str, InFlight] = {}
@@ -272,90 +181,3 @@ class LLMEngine:
         except Exception:
             logger.exception("request %s failed", live.request.request_id)
             return live.failed_output()
-
-
-def _checked_priority(priority: Any) -> int:
-    is_int = isinstance(priority, int) and not isinstance(priority, bool)
-    if not is_int or not -(2**31) <= priority < 2**31:
-        raise RequestError(
-            f"`priority` must be an integer in [{-(2**31)}, {2**31 - 1}]. "
-            f"Got {priority if is_int and abs(priority) < 10**30 else type(priority).__name__}.",
-            param="priority",
-        )
-    return priority
-
-
-def _checked_salt(salt: Any) -> str | None:
-    if salt is None:
-        return None
-    if not isinstance(salt, str):
-        got = type(salt).__name__
-    else:
-        size = len(_utf8(salt, "cache_salt"))
-        if 0 < size <= MAX_SALT_BYTES:
-            return salt
-        got = f"{size} bytes"
-    raise RequestError(
-        f"`cache_salt` must be a string of 1 to {MAX_SALT_BYTES} bytes. Got {got}.",
-        param="cache_salt",
-    )
-
-
-def _utf8(text: str, param: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"`{param}` must be text that UTF-8 can hold. Got a lone surrogate at character "
-            f"{error.start}.",
-            param=param,
-        ) from None
-
-
-def _encode_plain(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, special_tokens=False)
-
-
-def _encoded(
-    encode: Callable[[Tokenizer, str], list[int]], tokenizer: Tokenizer, text: str, *, param: str
-) -> list[int]:
-    """Token ids of a request's text; what a tokenizer raises is that request's error alone."""
-    _utf8(text, param)
-    try:
-        return encode(tokenizer, text)
-    except RequestError:
-        raise
-    except Exception as error:  # a user's own tokenizer may raise anything
-        raise RequestError(
-            f"`{param}` must be text that the tokenizer can encode. Got {text[:40]!r}: "
-            f"{type(error).__name__}: {error}.",
-            param=param,
-        ) from error
-
-
-def prompt_fields(prompt: Any) -> tuple[Any, str | None]:
-    """Text or token ids, and the cache salt, of a prompt given in any of its forms.
-
-    Args:
-      prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and `cache_salt`.
-
-    Raises:
-      RequestError: a mapping with other keys, or without a prompt.
-    """
-    if not isinstance(prompt, Mapping):
-        return prompt, None
-    unknown = sorted(set(map(str, prompt)) - {"prompt", "prompt_token_ids", "cache_salt"})
-    given = [key for key in ("prompt", "prompt_token_ids") if prompt.get(key) is not None]
-    if unknown or len(given) != 1:
-        raise RequestError(
-            "`prompt` must have one of `prompt` and `prompt_token_ids`, and may have `cache_salt`, "
-            f"when it is a mapping. Got {sorted(map(str, prompt))}.",
-            param="prompt",
-        )
-    value = prompt[given[0]]
-    if given[0] == "prompt_token_ids" and not isinstance(value, list | tuple):
-        raise RequestError(
-            f"`prompt_token_ids` must be a list of token ids. Got {type(value).__name__}.",
-            param="prompt_token_ids",
-        )
-    return value, prompt.get("cache_salt")

@@ -20,8 +20,8 @@ from tqdm import tqdm
 from pagedjax import device
 from pagedjax.chat_template import ChatTemplate, encode_chat
 from pagedjax.config import EngineConfig
-from pagedjax.engine import prompt_fields
 from pagedjax.errors import ConfigError, RequestError
+from pagedjax.intake import prompt_fields
 from pagedjax.interrupts import DeferredInterrupt
 from pagedjax.request import RequestOutput, SamplingParams
 from pagedjax.startup import ModelFacts, start_engine

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pagedjax import RequestError, SamplingParams
-from pagedjax import engine as engine_module
+from pagedjax import intake as intake_module
 from pagedjax.detokenizer import Detokenizer
 from pagedjax.errors import IntegrityError
 from pagedjax.plan import StepPlan
@@ -509,7 +509,7 @@ class Exploding(Detokenizer):
 def test_an_exception_in_handling_one_request_fails_that_one_only(
     monkeypatch: pytest.MonkeyPatch, mode: str, n: int
 ) -> None:
-    monkeypatch.setattr(engine_module, "Detokenizer", Exploding)
+    monkeypatch.setattr(intake_module, "Detokenizer", Exploding)
     engine = tiny_engine()
     outputs = answers(
         engine,

@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from pagedjax import LLM, RequestOutput, SamplingParams
-from pagedjax.engine import LLMEngine, Prompt
+from pagedjax.engine import LLMEngine
+from pagedjax.intake import Prompt
 from pagedjax.scheduler import Scheduler
 from pagedjax.tokenizer import Tokenizer
 from tests.helpers import ByteTokenizer, TinyLM
