@@ -112,6 +112,11 @@ class StepDraft:
             self.grown.append((live, total))
             self._add(live, start, slot, num_tokens, num_prompt_rows, num_samples)
 
+    @property
+    def is_decode(self) -> bool:
+        """True when every sequence runs its last token and draws the next one."""
+        return not self.special and self.num_rows == self.num_tokens == len(self.scheduled)
+
     def _triples(self) -> zip[tuple[LiveSequence, int, ScheduledSequence]]:
         return zip(self.lives, self.starts, self.scheduled, strict=True)
 

@@ -52,6 +52,8 @@ class PlanBuilder:
         self._ints = np.zeros((len(INTS), none + 1), np.int32)
         self._floats = np.zeros((len(FLOATS), none + 1), np.float32)
         self._seeds = np.zeros((none + 1, 2), np.uint32)
+        past = config.num_pages * config.page_size
+        self._past_the_pool = past + np.arange(config.buckets[-1], dtype=np.int32)
         neutral = {"slot": none, "num_logprobs": NO_LOGPROBS, "top_p": 1, "repetition_penalty": 1}
         for table, names in ((self._ints, INTS), (self._floats, FLOATS)):
             table[:] = np.array([neutral.get(name, 0) for name in names])[:, None]
@@ -87,26 +89,26 @@ class PlanBuilder:
         bucket = config.bucket_for(num_tokens, num_rows, decode_only=decode_only)
         width = config.rows_in(bucket)
         num_seqs = len(scheduled)
-        slots = np.array(draft.slots, np.int32)
+        slots = np.array(draft.slots, np.intp)
         starts = np.array(draft.starts, np.int32)
-        lengths = np.array([s.num_tokens for s in scheduled], np.int32)
+        if decode_only:
+            lengths, seq_of_token = np.ones(num_seqs, np.int32), np.arange(num_seqs)
+            positions = starts
+        else:
+            lengths = np.array([s.num_tokens for s in scheduled], np.int32)
+            seq_of_token = np.repeat(np.arange(num_seqs), lengths)
+            firsts = np.cumsum(lengths) - lengths
+            positions = (np.arange(num_tokens) + (starts - firsts)[seq_of_token]).astype(np.int32)
         kv_lens = starts + lengths
-        cu_q_lens = np.zeros(width + 1, np.int32)
+        cu_q_lens = np.full(width + 1, num_tokens, np.int32)
+        cu_q_lens[0] = 0
         np.cumsum(lengths, out=cu_q_lens[1 : num_seqs + 1])
-        cu_q_lens[num_seqs + 1 :] = num_tokens
-        page_table = np.zeros((width, config.pages_per_seq), np.int32)
-        page_table[:num_seqs] = self._pages[slots]
-
-        seq_of_token = np.repeat(np.arange(num_seqs), lengths)
-        positions = np.zeros(bucket, np.int32)
-        positions[:num_tokens] = (
-            np.arange(num_tokens) + (starts - cu_q_lens[:num_seqs])[seq_of_token]
-        )
+        page_table = self._page_table(slots, width, int(kv_lens.max()))
         return StepPlan(
             bucket=bucket,
             tokens=_padded(_packed_tokens(draft), bucket),
-            positions=positions,
-            slot_mapping=self._slot_mapping(page_table, seq_of_token, positions),
+            positions=_padded(positions, bucket),
+            slot_mapping=self._slot_mapping(page_table, seq_of_token, positions, bucket),
             page_table=page_table,
             kv_lens=_padded(kv_lens, width),
             cu_q_lens=cu_q_lens,
@@ -118,25 +120,44 @@ class PlanBuilder:
             scheduled=tuple(scheduled),
         )
 
-    def _slot_mapping(self, page_table: I32, seq_of_token: NDArray[np.intp], positions: I32) -> I32:
+    def _page_table(self, slots: NDArray[np.intp], width: int, longest: int) -> I32:
+        """i32[width, pages_per_seq]: the slots' rows, as far as the longest sequence needs them."""
+        used = -(-longest // self._config.page_size)
+        page_table = np.zeros((width, self._config.pages_per_seq), np.int32)
+        page_table[: len(slots), :used] = self._pages[:, :used].take(slots, axis=0)
+        return page_table
+
+    def _slot_mapping(
+        self, page_table: I32, seq_of_token: NDArray[np.intp], positions: I32, bucket: int
+    ) -> I32:
         """i32[bucket]; padding is past the pool, and distinct so that a scatter may rely on it."""
         size = self._config.page_size
-        num_tokens = len(seq_of_token)
-        mapping = self._config.num_pages * size + np.arange(len(positions), dtype=np.int32)
-        logical, offset = np.divmod(positions[:num_tokens], np.int32(size))
-        mapping[:num_tokens] = page_table[seq_of_token, logical] * np.int32(size) + offset
+        mapping = self._past_the_pool[:bucket].copy()
+        shift = size.bit_length() - 1  # a page size is a power of two
+        pages = page_table[seq_of_token, positions >> shift]
+        mapping[: len(positions)] = (pages << shift) + (positions & (size - 1))
         return mapping
 
     def _rows(
-        self, draft: StepDraft, slots: I32, cu_q_lens: I32, kv_lens: I32, width: int
+        self,
+        draft: StepDraft,
+        slots: NDArray[np.intp],
+        cu_q_lens: I32,
+        kv_lens: I32,
+        width: int,
     ) -> SamplingRows:
-        per_seq = [s.num_prompt_rows + s.num_samples for s in draft.scheduled]
-        seq_of_row = np.repeat(np.arange(len(per_seq)), per_seq)
-        column = np.full(width, self._config.max_num_seqs, np.int32)
-        column[: draft.num_rows] = slots[seq_of_row]
-        ints, floats, seeds = self._ints[:, column], self._floats[:, column], self._seeds[column]
-        token_index = _padded(cu_q_lens[1:][seq_of_row] - 1, width)
-        position = _padded(kv_lens[seq_of_row], width)
+        if draft.is_decode:
+            slot_of_row, lasts, position = slots, cu_q_lens[: len(slots)], kv_lens
+        else:
+            per_seq = [s.num_prompt_rows + s.num_samples for s in draft.scheduled]
+            seq_of_row = np.repeat(np.arange(len(per_seq)), per_seq)
+            slot_of_row, position = slots[seq_of_row], kv_lens[seq_of_row]
+            lasts = cu_q_lens[1:][seq_of_row] - 1
+        column = np.full(width, self._config.max_num_seqs, np.intp)
+        column[: draft.num_rows] = slot_of_row
+        ints, floats = self._ints.take(column, axis=1), self._floats.take(column, axis=1)
+        seeds = self._seeds.take(column, axis=0)
+        token_index, position = _padded(lasts, width), _padded(position, width)
         target = np.full(width, NO_TARGET, np.int32)
         rows = _rows_of(ints, floats, seeds, token_index, position, target)
         for i in draft.special:
@@ -180,9 +201,9 @@ def _rows_of(
 
 
 def _packed_tokens(draft: StepDraft) -> I32:
+    if draft.is_decode:
+        return np.array([live.sequence.tokens[-1] for live in draft.lives], np.int32)
     spans = zip(draft.scheduled, draft.starts, strict=True)
-    if draft.num_tokens == len(draft.scheduled):  # all decode: no slices
-        return np.array([s.sequence.tokens[start] for s, start in spans], np.int32)
     tokens = [s.sequence.tokens[start : start + s.num_tokens] for s, start in spans]
     return np.fromiter(chain.from_iterable(tokens), np.int32, draft.num_tokens)
 
