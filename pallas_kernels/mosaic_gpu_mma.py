@@ -155,7 +155,7 @@ class _Softmax(NamedTuple):
     out: tuple[jax.Array, ...]  # f32[rows, CHUNK] each
     peak: jax.Array  # f32[rows]
     total: jax.Array  # f32[rows]
-    unit: jax.Array  # f32[], what 1 in `out` stands for: a power of two; 1 if not quantised
+    top: jax.Array | None  # f32[rows], gives the unit of `out`; None: not quantised
 
 
 def attend_mma(
@@ -380,7 +380,8 @@ class _Worker:
             begin, end = inputs.items[index, BEGIN], inputs.items[index, END]
             item = self.load_item(index, begin < end)
             zeros = tuple(sizes.full(0.0, CHUNK) for _ in range(0, sizes.width, CHUNK))
-            softmax = _Softmax(zeros, sizes.full(-jnp.inf), sizes.full(0.0), jnp.float32(1))
+            top = sizes.full(0.0) if sizes.quantised else None
+            softmax = _Softmax(zeros, sizes.full(-jnp.inf), sizes.full(0.0), top)
             step = functools.partial(tile_step, item)
             *carry, softmax = lax.fori_loop(begin, end, step, (*carry, softmax))
             self.write(softmax, o.at[index], lse.at[index], begin < end)
@@ -509,10 +510,10 @@ class _Worker:
         p = jnp.exp2(s - _columns(safe, s.shape))
         shrink = jnp.exp2(softmax.peak - safe)
         total = softmax.total * shrink + p.sum(axis=1)
-        grow, unit = shrink, softmax.unit
-        if sizes.quantised:
-            p, unit = self.scale_by_values(p, slot, live)
-            grow = shrink * (softmax.unit / unit)
+        top = softmax.top
+        if top is not None:
+            scale = self.value_scales(slot, live)
+            p, top, shrink = ops.fold_scales(p, scale, top, shrink, positions=1)
         for part in memory.p:
             high = p.astype(sizes.dtype)
             part[...] = high
@@ -523,10 +524,10 @@ class _Worker:
         else:
             self.clear_past(v, live)
         out = tuple(
-            self.add_values(old * _columns(grow, old.shape), v.at[:, pl.ds(c, CHUNK)])
+            self.add_values(old * _columns(shrink, old.shape), v.at[:, pl.ds(c, CHUNK)])
             for c, old in zip(range(0, sizes.width, CHUNK), softmax.out, strict=True)
         )
-        return _Softmax(out, peak, total, unit)
+        return _Softmax(out, peak, total, top)
 
     def score(self, item: _Item, k: Any, slot: jax.Array, t: jax.Array) -> jax.Array:
         """f32[rows, kv_tile]: q . k by the rule but for what is not seen, in exponents of 2."""
@@ -577,21 +578,12 @@ class _Worker:
                 out = plgpu.mma(out, weights, values)
         return out
 
-    def scale_by_values(
-        self, p: jax.Array, slot: jax.Array, live: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """p times V's scales in a unit, and the unit: p has to fit float16, scales may be anything.
-
-        The unit is a power of two, so that a change of it rounds nothing.
-        """
+    def value_scales(self, slot: jax.Array, live: jax.Array) -> jax.Array:
+        """f32[kv_tile]: V's, zeros from position `live` on, where they may be NaN."""
         layout = self.sizes.acc.reduce(0)
         scale = plgpu.load(self.memory.scales.at[slot, 1], layout=layout, optimized=False)
         at = plgpu.broadcasted_iota(jnp.int32, scale.shape, 0, layout=layout)
-        scale = jnp.where(at < live, scale, 0.0)
-        exponent = lax.bitcast_convert_type(scale, jnp.int32) & 0x7F800000
-        unit = jnp.max(lax.bitcast_convert_type(exponent, jnp.float32))
-        unit = jnp.where((unit > 0) & (unit < jnp.inf), unit, 1.0)
-        return p * lax.broadcast_in_dim(scale / unit, p.shape, [1]), unit
+        return jnp.where(at < live, scale, 0.0)
 
     def widen(self, narrow: Any, live: jax.Array) -> None:
         """Writes a quantised tile to `memory.wide`, zeros from position `live` on."""
@@ -628,7 +620,9 @@ class _Worker:
         @pl.when(has_tiles)
         def _() -> None:
             for c, out in zip(range(0, sizes.width, CHUNK), softmax.out, strict=True):
-                out = out / _columns(total, out.shape) * softmax.unit
+                out = out / _columns(total, out.shape)
+                if softmax.top is not None:
+                    out = out * _columns(ops.unit_of(softmax.top), out.shape)
                 part = (o if direct else staged).at[:, pl.ds(c, CHUNK)]
                 part[...] = out.astype(sizes.out_dtype)
             if not direct:  # 16-bit values in the layout of products fill no sector of memory

@@ -11,7 +11,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-F16_TOP = 2.0**14  # queries of a quantised pool are scaled to about this, well inside float16
+# What is multiplied with a quantised pool is scaled, row by row, to at most about this: well inside
+# float16, and as far as can be from the small numbers of which it holds fewer digits, or none.
+F16_TOP = 2.0**14
+_SMALLEST_TOP = 2.0**-100  # smaller sums of values become zero: no power of two here overflows
 
 
 def interpret_params(interpret: Any) -> Any:
@@ -164,6 +167,50 @@ def copy_to_smem(source: Any, target: Any, barrier: Any, *, in_bounds: bool = Fa
         plgpu.copy_gmem_to_smem(source, target, oob_mode=promise)
     else:
         plgpu.copy_gmem_to_smem(source, target, barrier, oob_mode=promise if in_bounds else None)
+
+
+def fold_scales(
+    p: jax.Array,  # f32, a matrix of query rows and positions
+    scale: jax.Array,  # f32[positions], of V; finite where nobody sees
+    top: jax.Array,  # f32[rows], as returned for the tile before; 0 at first
+    shrink: jax.Array,  # f32[rows]: what p was before times this is what it would be now
+    *,
+    positions: int,  # the axis of p
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """p times `scale` in a unit of each row's own (`unit_of`), for products in float16.
+
+    The unit follows the largest p * scale of the row, in this tile or, as `shrink` has left it, in
+    those before. So a large scale costs digits only the rows to which its value is what matters,
+    not those that do not see it or hardly do; and neither unit nor sums can grow without bound.
+
+    Returns:
+      p in its new unit, at most 2 * F16_TOP; f32[rows] the largest so far, of which `unit_of`
+      makes the unit; f32[rows], by which to multiply what has been summed in the old unit.
+    """
+    weights = p * lax.broadcast_in_dim(scale, p.shape, [positions])
+    new_top = jnp.maximum(top * shrink, weights.max(axis=positions))
+    unit = unit_of(new_top)
+    # 1 / unit: an exponent of e becomes one of -e. Exact, and no division.
+    inverse = _float_of(0x7F000000 - _bits_of(unit))
+    grow = unit_of(top) * shrink * inverse  # in this order: it does not overflow
+    return weights * lax.broadcast_in_dim(inverse, p.shape, [1 - positions]), new_top, grow
+
+
+def unit_of(top: jax.Array) -> jax.Array:
+    """f32[rows]: what 1 in sums of `fold_scales` stands for.
+
+    A power of two, so that a change of it rounds nothing.
+    """
+    top = jnp.maximum(top, _SMALLEST_TOP)
+    return _float_of(_bits_of(top) & 0x7F800000) * (1 / F16_TOP)
+
+
+def _bits_of(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _float_of(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def to_float16(q_tiles: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -91,7 +91,7 @@ class _State(NamedTuple):
     acc: jax.Array  # f32[WG_ROWS, head_dim]
     peak: jax.Array  # f32[WG_ROWS], -inf: nothing seen
     total: jax.Array  # f32[WG_ROWS]
-    unit: jax.Array | None  # f32[WG_ROWS] of acc; quantised pools only
+    top: jax.Array | None  # f32[WG_ROWS], gives the unit of acc; quantised pools only
 
 
 def attend_rows(
@@ -429,7 +429,7 @@ class _Kernel:
                 plgpu.layout_cast(jnp.zeros((WG_ROWS, static.head_dim), jnp.float32), _L),
                 _row_vector(-math.inf),
                 _row_vector(0.0),
-                _row_vector(1.0) if static.quantised else None,
+                _row_vector(0.0) if static.quantised else None,
             )
             lax.fori_loop(item.begin, tile.first, tile.skip, None)
             state = lax.fori_loop(tile.first, tile.last, tile.step, state)
@@ -446,7 +446,7 @@ class _Kernel:
         peak = jnp.where(state.peak == -math.inf, 0.0, state.peak)
         lse = jnp.where(state.total == 0, -math.inf, peak * LN_2 + jnp.log(total))
         self.lse_g[i, rows] = lse
-        scale = 1.0 / total if state.unit is None else state.unit / total
+        scale = 1.0 / total if state.top is None else ops.unit_of(state.top) / total
         o = state.acc * _over_columns(scale, static.head_dim)
         if static.out_dtype == jnp.float32:
             self.o_g[i, rows] = o
@@ -512,14 +512,15 @@ class _Tiles:
         p = jnp.exp2(s * unit - _over_columns(safe, static.kv_tile))
         total = state.total * shrink + p.sum(axis=1)
         v, v_scale = self.take_v(t)
-        v_unit = None
-        if v_scale is not None and state.unit is not None:
-            p, v_unit = self.scale_p(t, p, v_scale)
-            shrink = shrink * (state.unit / v_unit)
+        top = state.top
+        if v_scale is not None and top is not None:
+            live = self.kv_positions(t) < self.item.kv_end
+            v_scale = jnp.where(live, v_scale, 0.0)  # it may be NaN, and 0 * NaN is NaN
+            p, top, shrink = ops.fold_scales(p, v_scale, top, shrink, positions=1)
         acc = state.acc * _over_columns(shrink, static.head_dim)
         acc = self.add_values(acc, p, v)
         self.give_back("v", slot)
-        return _State(acc, peak, total, v_unit)
+        return _State(acc, peak, total, top)
 
     def skip(self, t: jax.Array, _: None) -> None:
         """Passes KV tile t, of which no row sees anything."""
@@ -575,13 +576,6 @@ class _Tiles:
         row = _iota(WG_ROWS, _PER_ROW) + self.row
         group = self.static.shape.group
         return (row if group == 1 else lax.div(row, jnp.int32(group))) + self.item.position
-
-    def scale_p(self, t: jax.Array, p: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
-        """P times the scales of V, over the largest of the tile: what f16 can hold; and that."""
-        scale = jnp.where(self.kv_positions(t) < self.item.kv_end, scale, 0.0)
-        largest = _over_rows(scale).max(axis=1)
-        unit = jnp.where(largest > 0, largest, 1.0)
-        return p * _over_columns(1.0 / unit, p.shape[1]) * _over_rows(scale), unit
 
     def add_values(self, acc: jax.Array, p: jax.Array, v: Any) -> jax.Array:
         """acc + p @ v, p as 16-bit numbers whose sum it is."""
