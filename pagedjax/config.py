@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pagedjax.errors import ConfigError
 
 type Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 type PreemptionMode = Literal["auto", "swap", "recompute"]
 type VictimPolicy = Literal["latest", "least_cost"]
 type SchedulingPolicy = Literal["fcfs", "priority"]
@@ -99,10 +100,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Checks each option alone; combinations are checked once the rest is known."""
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ConfigError(
-                f"`dtype` must be auto, float32, bfloat16 or float16. Got {self.dtype!r}."
-            )
+        dtype: Any = self.dtype
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise ConfigError(f"`dtype` must be auto, float32, bfloat16 or float16. Got {dtype!r}.")
         _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) is not None:
@@ -116,10 +116,10 @@ class EngineConfig:
         named: Any = self.attention_implementation
         if named is not None and not isinstance(named, str):
             raise ConfigError(f"`attention_implementation` must be a name or None. Got {named!r}.")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+        cache: Any = self.kv_cache_dtype
+        if not isinstance(cache, str) or cache not in KV_CACHE_DTYPES:
             raise ConfigError(
-                f"`kv_cache_dtype` must be one of {', '.join(KV_CACHE_DTYPES)}. "
-                f"Got {self.kv_cache_dtype!r}."
+                f"`kv_cache_dtype` must be one of {', '.join(KV_CACHE_DTYPES)}. Got {cache!r}."
             )
         for name in ("enable_prefix_caching", "cascade_attention"):
             value: Any = getattr(self, name)
@@ -142,7 +142,7 @@ class EngineConfig:
         for name, value in options.items():
             canonical = ALIASES.get(name, name)
             if canonical not in known:
-                near = difflib.get_close_matches(name, [*known, *ALIASES], n=1)
+                near = difflib.get_close_matches(str(name), [*known, *ALIASES], n=1)
                 hint = f" Did you mean `{near[0]}`?" if near else f" Known: {', '.join(known)}."
                 raise ConfigError(f"`{name}` is not an engine option.{hint}")
             if canonical in values:
@@ -274,7 +274,10 @@ def _check_policy(options: EngineConfig | SchedulerConfig) -> None:
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"`{name}` must be an integer in [{low}, {high}]. Got {value!r}.")
+        # Python refuses to print integers of thousands of digits.
+        huge = isinstance(value, int) and value.bit_length() > 1024
+        got = f"an integer of {value.bit_length()} bits" if huge else repr(value)
+        raise ConfigError(f"`{name}` must be an integer in [{low}, {high}]. Got {got}.")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

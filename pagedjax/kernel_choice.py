@@ -38,6 +38,11 @@ def choose(
     Raises:
       ConfigError: the one that was asked for does not exist or cannot run the model here.
     """
+    if asked == "reference":
+        raise ConfigError(
+            "`attention_implementation` must be one that can be compiled. Got 'reference', which "
+            "computes in NumPy and is for tests. Use 'xla'."
+        )
     if asked is not None:
         return _try(model, cache_dtype, page_size, asked, "asked for")
     kernels, kind = MOSAIC.get(device.platform()), device.platform().upper()
@@ -55,9 +60,10 @@ def _try(
 ) -> KernelChoice:
     try:
         head_dim = pallas_kernels.padded_head_dim(model.head_dim, name)
-    except NotImplementedError as error:
+    except (NotImplementedError, ValueError) as error:
         raise ConfigError(
-            f"`attention_implementation` {name!r} cannot run this: {error}"
+            f"`attention_implementation` must be one that can run this model here. Got {name!r}: "
+            f"{error}"
         ) from error
     choice = KernelChoice(name, head_dim, reason)
     contract.check_implementation(model, cache_dtype, name, page_size=page_size, head_dim=head_dim)

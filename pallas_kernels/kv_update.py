@@ -9,6 +9,9 @@ converted, except into a quantised pool: there `pallas_kernels.quantize` says ho
 
 Scales, [num_pages, 2, num_kv_heads, page_size] beside a quantised pool, go through XLA, but for the
 writes of mosaic_tpu: the compiler for TPUs would copy all scales for a scatter into them.
+
+Arrays are JAX's or NumPy's, in the dtypes that are told below: none is converted. Page ids and
+slots may also be Python's integers, in a list. No operation has a gradient.
 """
 
 from collections.abc import Callable
@@ -18,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.platform import traced_platform
+from pallas_kernels import arguments
+from pallas_kernels.platform import check_interpret, check_runs, traced_platform
 from pallas_kernels.quantize import LARGEST, quantize
 
 IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu", "xla")
@@ -56,13 +60,17 @@ def write_kv(
       ValueError, TypeError: shapes or dtypes disagree; at trace time.
       NotImplementedError: the named implementation cannot do this.
     """
-    _check_pool(kv_pages)
-    _check_ids("slot_mapping", slot_mapping)
+    kv_pages = _pool(kv_pages)
+    slot_mapping = _ids("slot_mapping", slot_mapping)
+    k, v = arguments.as_array("k", k), arguments.as_array("v", v)
     _check_tokens(kv_pages, k, v, slot_mapping.shape[0], quantized=kv_scales is not None)
+    if kv_scales is not None:
+        kv_scales = arguments.as_array("kv_scales", kv_scales)
+        _check_scales(kv_pages, kv_scales)
+    kv_pages, k, v, kv_scales = arguments.without_gradients((kv_pages, k, v, kv_scales))
     if kv_scales is None:
         k, v = (_widen(x, kv_pages.shape[4]) for x in (k, v))
         return _write_vectors(kv_pages, k, v, slot_mapping, implementation, interpret)
-    _check_scales(kv_pages, kv_scales)
     (k, k_scales), (v, v_scales) = (quantize(x, kv_pages.dtype) for x in (k, v))
     k, v = (_widen(x, kv_pages.shape[4]) for x in (k, v))
     scales = (kv_scales, k_scales, v_scales)
@@ -95,11 +103,10 @@ def copy_pages(
       ValueError, TypeError: shapes or dtypes disagree; at trace time.
       NotImplementedError: the named implementation cannot do this.
     """
-    _check_pages_or_scales(kv_pages)
-    _check_ids("src", src)
+    kv_pages = arguments.without_gradients(_pages_or_scales(kv_pages))
+    src, dst = _ids("src", src), _ids("dst", dst)
     if src.shape != dst.shape:
         raise ValueError(f"`dst` must have the shape of `src`, {src.shape}. Got {dst.shape}.")
-    _check_ids("dst", dst)
 
     def by_gpu() -> jax.Array:
         from pallas_kernels.mosaic_gpu_update import copy_pages_gpu
@@ -138,8 +145,8 @@ def gather_pages(
       ValueError, TypeError: shapes or dtypes disagree; at trace time.
       NotImplementedError: the named implementation cannot do this.
     """
-    _check_pages_or_scales(kv_pages)
-    _check_ids("page_ids", page_ids)
+    kv_pages = arguments.without_gradients(_pages_or_scales(kv_pages))
+    page_ids = _ids("page_ids", page_ids)
 
     def by_tpu() -> jax.Array:
         from pallas_kernels.mosaic_tpu_update import gather_pages_tpu
@@ -175,9 +182,10 @@ def scatter_pages(
       ValueError, TypeError: shapes or dtypes disagree; at trace time.
       NotImplementedError: the named implementation cannot do this.
     """
-    _check_pages_or_scales(kv_pages)
-    _check_ids("page_ids", page_ids)
+    kv_pages, page_ids = _pages_or_scales(kv_pages), _ids("page_ids", page_ids)
+    pages = arguments.as_array("pages", pages)
     _check_like("pages", pages, (page_ids.shape[0], *kv_pages.shape[1:]), kv_pages)
+    kv_pages, pages = arguments.without_gradients((kv_pages, pages))
 
     def by_tpu() -> jax.Array:
         from pallas_kernels.mosaic_tpu_update import scatter_pages_tpu
@@ -232,16 +240,8 @@ def _run(
     tpu: Callable[[], Any] | None = None,
 ) -> Any:
     """By the implementation named, or by the best that can."""
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(
-            f"`implementation` must be None or one of {', '.join(IMPLEMENTATIONS)}. "
-            f"Got {implementation!r}."
-        )
-    if interpret and implementation in (None, "xla"):
-        raise ValueError(
-            f"`interpret` must be used with a Mosaic implementation. Got {implementation!r}: "
-            "name one."
-        )
+    arguments.check_implementation(implementation, IMPLEMENTATIONS)
+    check_interpret(implementation, interpret)
     is_scales = array.ndim == 4
     kernels = {} if is_scales else {"mosaic_gpu": gpu, "mosaic_tpu": tpu}
     if implementation is None:
@@ -257,6 +257,7 @@ def _run(
         raise NotImplementedError(
             f"`implementation` {implementation!r} does not exist for this operation. Use 'xla'."
         )
+    check_runs(implementation, interpret)
     return named()
 
 
@@ -309,18 +310,22 @@ def _past_the_end(indices: jax.Array, size: int) -> jax.Array:
     return jnp.where(indices < 0, size, indices)
 
 
-def _check_pool(kv_pages: jax.Array) -> None:
-    if kv_pages.ndim != 5 or kv_pages.shape[1] != 2:
+def _pool(kv_pages: Any) -> jax.Array:
+    """The pool, checked."""
+    pool = arguments.as_array("kv_pages", kv_pages)
+    if pool.ndim != 5 or pool.shape[1] != 2 or 0 in pool.shape:
         raise ValueError(
-            "`kv_pages` must have shape [num_pages, 2, num_kv_heads, page_size, head_dim]. "
-            f"Got {kv_pages.shape}."
+            "`kv_pages` must have shape [num_pages, 2, num_kv_heads, page_size, head_dim], none of "
+            f"them 0. Got {pool.shape}."
         )
+    return pool
 
 
-def _check_pages_or_scales(array: jax.Array) -> None:
-    if array.ndim == 4 and array.shape[1] == 2:
-        return
-    _check_pool(array)
+def _pages_or_scales(kv_pages: Any) -> jax.Array:
+    """The pool or the scales, checked."""
+    array = arguments.as_array("kv_pages", kv_pages)
+    is_scales = array.ndim == 4 and array.shape[1] == 2 and 0 not in array.shape
+    return array if is_scales else _pool(array)
 
 
 def _check_scales(kv_pages: jax.Array, kv_scales: jax.Array) -> None:
@@ -341,6 +346,11 @@ def _check_tokens(
             "`kv_pages` must be float8_e4m3fn or int8 where `kv_scales` is given. "
             f"Got {kv_pages.dtype}."
         )
+    if not quantized and kv_pages.dtype in LARGEST and kv_pages.dtype not in (k.dtype, v.dtype):
+        raise ValueError(
+            f"`kv_scales` must be given for a pool of {kv_pages.dtype} and tokens of {k.dtype}. "
+            "Got None."
+        )
     _, _, num_kv_heads, _, head_dim = kv_pages.shape
     width = k.shape[-1] if k.ndim == 3 and k.shape[-1] <= head_dim else head_dim
     for name, x in (("k", k), ("v", v)):
@@ -350,11 +360,12 @@ def _check_tokens(
         _check_like(name, x, (num_tokens, num_kv_heads, width), pool)
 
 
-def _check_ids(name: str, ids: jax.Array) -> None:
-    if ids.ndim != 1:
-        raise ValueError(f"`{name}` must have one dimension. Got shape {ids.shape}.")
-    if ids.dtype != jnp.int32:
-        raise TypeError(f"`{name}` must be int32. Got {ids.dtype}.")
+def _ids(name: str, ids: Any) -> jax.Array:
+    """i32[n], checked."""
+    array = arguments.as_int32(name, ids)
+    if array.ndim != 1:
+        raise ValueError(f"`{name}` must have one dimension. Got shape {array.shape}.")
+    return array
 
 
 def _check_like(name: str, array: jax.Array, shape: tuple[int, ...], pool: jax.Array) -> None:

@@ -6,6 +6,8 @@ Serves split contexts, cascades, sinks and context parallelism. Knows nothing of
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import arguments
+
 
 def merge_states(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Joins partial attention results as if their positions had been attended at once.
@@ -19,15 +21,21 @@ def merge_states(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array
       out in the dtype of `outs` (zeros where every part is empty) and lse f32.
 
     Raises:
-      ValueError: shapes disagree; at trace time.
+      ValueError, TypeError: shapes or dtypes are wrong; at trace time.
     """
-    if outs.ndim != 4:
+    outs, lses = arguments.as_array("outs", outs), arguments.as_array("lses", lses)
+    if outs.ndim != 4 or outs.shape[0] == 0:
         raise ValueError(
-            f"`outs` must have shape [parts, num_tokens, num_q_heads, head_dim]. Got {outs.shape}."
+            f"`outs` must have shape [parts, num_tokens, num_q_heads, head_dim] and a "
+            f"part at least. Got {outs.shape}."
         )
     if lses.shape != outs.shape[:-1]:
         raise ValueError(f"`lses` must have shape {outs.shape[:-1]}, as `outs`. Got {lses.shape}.")
-    logs = lses.astype(jnp.float32)
+    if not jnp.issubdtype(outs.dtype, jnp.floating):
+        raise TypeError(f"`outs` must be floating-point. Got {outs.dtype}.")
+    if lses.dtype != jnp.float32:
+        raise TypeError(f"`lses` must be float32. Got {lses.dtype}.")
+    logs = lses
     peak = jnp.max(logs, axis=0)
     peak = jnp.where(jnp.isneginf(peak), 0.0, peak)
     weights = jnp.exp(logs - peak[None])  # f32[parts, num_tokens, num_q_heads]

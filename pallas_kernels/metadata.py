@@ -1,9 +1,12 @@
 """The host's check of metadata VALUES, for tests and debugging. Shapes are checked at trace time.
 
-Pure NumPy: it reads the arrays, so it must not be called on tracers.
+It reads the arrays, so it must not be called on tracers.
 """
 
+from typing import Any
+
 import numpy as np
+from jax.core import Tracer
 from numpy.typing import ArrayLike
 
 
@@ -15,7 +18,7 @@ def check_metadata(
     num_pages: int,
     page_size: int,
 ) -> None:
-    """Raises `ValueError` unless `paged_attention` can follow the metadata.
+    """Raises unless `paged_attention` can follow the metadata.
 
     Args:
       page_table: i32[max_seqs, pages_per_seq]; only the entries that a length reaches are checked.
@@ -24,9 +27,18 @@ def check_metadata(
       num_seqs: i32[], live rows.
       num_pages: pages of the pool.
       page_size: positions of a page.
+
+    Raises:
+      ValueError: a shape or a value is wrong.
+      TypeError: something holds no integers, or has no values yet because it is traced.
     """
-    table, lens, starts = (np.asarray(a) for a in (page_table, kv_lens, cu_q_lens))
-    live = int(np.asarray(num_seqs))
+    table = _integers("page_table", page_table, 2)
+    lens = _integers("kv_lens", kv_lens, 1, len(table))
+    starts = _integers("cu_q_lens", cu_q_lens, 1, len(table) + 1)
+    live = int(_integers("num_seqs", num_seqs, 0))
+    for name, size in (("num_pages", num_pages), ("page_size", page_size)):
+        if int(_integers(name, size, 0)) < 1:
+            raise ValueError(f"`{name}` must be at least 1. Got {size}.")
     if not 0 <= live <= len(lens):
         raise ValueError(f"`num_seqs` must be in [0, {len(lens)}], the rows. Got {live}.")
     if starts[0] != 0:
@@ -34,6 +46,22 @@ def check_metadata(
     for s in range(live):
         _check_sequence(s, int(lens[s]), int(starts[s + 1] - starts[s]))
         _check_pages(s, table[s], -(-int(lens[s]) // page_size), num_pages)
+
+
+def _integers(name: str, value: Any, ndim: int, length: int | None = None) -> np.ndarray:
+    """NumPy's array of `value`, checked; `length` is of its only axis."""
+    if isinstance(value, Tracer):
+        raise TypeError(f"`{name}` must have values: `check_metadata` is not for traced arrays.")
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        array = np.asarray(None)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"`{name}` must hold integers. Got {array.dtype}.")
+    if array.ndim != ndim or (length is not None and len(array) != length):
+        wanted = f"shape ({length},)" if length is not None else f"{ndim} dimensions"
+        raise ValueError(f"`{name}` must have {wanted}. Got shape {array.shape}.")
+    return array
 
 
 def _check_sequence(s: int, kv_len: int, q_len: int) -> None:

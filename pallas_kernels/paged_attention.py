@@ -3,25 +3,27 @@
 Owns the specification (the docstring of `paged_attention`) and the errors. Knows no algorithm.
 """
 
-import math
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from pallas_kernels import reference
+from pallas_kernels import arguments, reference
 from pallas_kernels.attention_plan import AttentionPlan, Problem, make_plan
 from pallas_kernels.paged_attention_mosaic import LIMITS, paged_attention_mosaic
 from pallas_kernels.paged_attention_xla import paged_attention_xla
-from pallas_kernels.platform import MOSAIC, traced_platform
+from pallas_kernels.platform import MOSAIC, check_interpret, check_runs, traced_platform
 from pallas_kernels.quantize import LARGEST
 from pallas_kernels.score_rule import ScoreRule
 from pallas_kernels.tuning import KernelConfig
 
 IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu", "xla", "reference")
 MAX_PAGE_SIZE = 256
+MAX_HEAD_DIM = 2**31 - 1  # an array's index
+SOFT_CAPS = (1e-30, 1e30)  # beyond, scores of ordinary size divided by it leave float32
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -57,6 +59,10 @@ def paged_attention(
     Scores are, in this order: `scale * q . k`; `soft_cap * tanh(score / soft_cap)`;
     `+ slope * (kv position - q position)`; positions that are not seen are -inf.
 
+    Arrays are JAX's or NumPy's, in the dtype that is told here: none is converted. The integers
+    (`page_table` to `num_seqs`) may also be Python's, in lists. There is no gradient; a kernel of a
+    TPU is mapped by `jax.lax.map`, not by vmap.
+
     Args:
       q: [num_tokens, num_q_heads, head_dim]; float32, bfloat16 or float16.
       kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim]; K = 0, V = 1; page_size a power
@@ -71,7 +77,7 @@ def paged_attention(
       num_seqs: i32[], live rows of the metadata; what lies past them may be anything.
       scale: of q . k; None is 1 / sqrt(head_dim) with q's head_dim.
       sliding_window: w: a query at position p sees p - w + 1 .. p.
-      soft_cap: bounds the scaled scores.
+      soft_cap: bounds the scaled scores; from 1e-30 to 1e30.
       sinks: f32[num_q_heads], an extra logit in the denominator only; the lse includes it.
       alibi_slopes: f32[num_q_heads].
       kv_scales: f32[num_pages, 2, num_kv_heads, page_size], scales of a quantised pool: a key or
@@ -85,7 +91,7 @@ def paged_attention(
         the page table, which decides where long rows are cut.
       implementation: "mosaic_gpu", "mosaic_tpu", "xla" or "reference"; None is the best for the
         device. A named one that cannot do the job raises; it never falls back in silence.
-        "reference" reads values, so it does not run under jit.
+        "reference" reads values, so it does not run under jit: NotImplementedError there.
       interpret: run a Mosaic implementation on the CPU, with race detection; or the parameters
         of Pallas' interpreter.
 
@@ -97,33 +103,36 @@ def paged_attention(
       ValueError, TypeError: an argument's rank, shape, dtype or value is wrong; at trace time.
       NotImplementedError: no implementation, or not the one named, can do this.
     """
+    q, kv_pages = arguments.as_array("q", q), arguments.as_array("kv_pages", kv_pages)
     _check_tensors(q, kv_pages)
-    _check_scales(kv_pages, kv_scales)
-    _check_rows(page_table, kv_lens, cu_q_lens, num_seqs)
+    kv_scales = _scales(kv_pages, kv_scales)
+    rows = _rows(page_table, kv_lens, cu_q_lens, num_seqs)
     _check_options(scale, sliding_window, soft_cap, max_q_len)
-    for name, array in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        _check_per_head(name, array, q.shape[1])
+    arguments.check_flag("batch_invariant", batch_invariant)
+    arguments.check_flag("return_lse", return_lse)
+    out_dtype = _out_dtype(q, out_dtype)
+    per_head: dict[str, Any] = {
+        "sinks": _per_head("sinks", sinks, q.shape[1]),
+        "alibi_slopes": _per_head("alibi_slopes", alibi_slopes, q.shape[1]),
+        "kv_scales": kv_scales,
+    }
     chosen, problem = _choose(
         q,
         kv_pages,
-        page_table,
+        rows[0],
         implementation,
         sliding_window=sliding_window,
         max_q_len=max_q_len,
         batch_invariant=batch_invariant,
     )
-    _check_runs(chosen, interpret)
+    check_interpret(chosen, interpret)
+    check_runs(chosen, interpret)
     if plan is not None:
         _check_plan(plan, problem, alibi_slopes)
-    arrays = (q, kv_pages, page_table, kv_lens, cu_q_lens, num_seqs)
-    per_head: dict[str, Any] = {
-        "sinks": sinks, "alibi_slopes": alibi_slopes, "kv_scales": kv_scales
-    }  # fmt: skip
+    q, kv_pages, per_head = arguments.without_gradients((q, kv_pages, per_head))
+    arrays = (q, kv_pages, *rows)
     scale = float(q.shape[2] ** -0.5 if scale is None else scale)
     rule = ScoreRule(scale, sliding_window, soft_cap)
-    out_dtype = q.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    if out_dtype not in _DTYPES:
-        raise TypeError(f"`out_dtype` must be float32, bfloat16 or float16. Got {out_dtype}.")
     if chosen == "reference":
         out, lse = _reference(arrays, rule, per_head)
     elif chosen == "xla":
@@ -186,33 +195,47 @@ def plan_attention(
       ValueError, TypeError, NotImplementedError: as `paged_attention`.
     """
     _check_tensors(q, kv_pages)
-    _check_rows(page_table, kv_lens, cu_q_lens, num_seqs)
+    rows = _rows(page_table, kv_lens, cu_q_lens, num_seqs)
     _check_options(None, sliding_window, None, max_q_len)
+    for name, flag in (("batch_invariant", batch_invariant), ("cascade", cascade)):
+        arguments.check_flag(name, flag)
+    for name, config in (("decode", decode), ("prefill", prefill)):
+        _check_config(name, config)
     _, problem = _choose(
         q,
         kv_pages,
-        page_table,
+        rows[0],
         implementation,
         sliding_window=sliding_window,
         max_q_len=max_q_len,
         batch_invariant=batch_invariant,
     )
     if not problem.implementation.startswith("mosaic"):
-        if cascade and implementation is not None:
-            raise NotImplementedError(
-                f"`cascade` must be used with a Mosaic implementation. Got {implementation!r}."
-            )
+        asked = {"cascade": cascade, "decode": decode, "prefill": prefill}
+        for name in [name for name, value in asked.items() if value]:
+            if implementation is not None:
+                raise NotImplementedError(
+                    f"`{name}` must be used with a Mosaic implementation. Got {implementation!r}."
+                )
         return AttentionPlan((), None, problem)  # the others make their work lists themselves
-    metadata = (page_table, kv_lens, cu_q_lens, num_seqs)
-    return make_plan(problem, *metadata, cascade=cascade, decode=decode, prefill=prefill)
+    return make_plan(problem, *rows, cascade=cascade, decode=decode, prefill=prefill)
 
 
 def padded_head_dim(head_dim: int, implementation: str | None = None) -> int:
     """Columns that a pool needs for heads of `head_dim`, so that `implementation` takes it.
 
     Raises:
+      TypeError: `head_dim` is no int.
+      ValueError: it is below 1 or above 2^31 - 1, or there is no such implementation.
       NotImplementedError: the implementation has no kernel for so large a head.
     """
+    arguments.check_implementation(implementation, IMPLEMENTATIONS)
+    if not arguments.is_integer(head_dim):
+        raise TypeError(f"`head_dim` must be an int. Got {arguments.shown(head_dim)}.")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"`head_dim` must be from 1 to {MAX_HEAD_DIM}. Got {arguments.shown(head_dim)}."
+        )
     chosen = implementation or MOSAIC.get(traced_platform(), "xla")
     widths = LIMITS[chosen].head_dims if chosen in LIMITS else (head_dim,)
     fitting = [width for width in widths if width >= head_dim]
@@ -228,7 +251,13 @@ def best_implementation(q: Any, kv_pages: Any, page_table: Any) -> tuple[str, st
 
     Args:
       q, kv_pages, page_table: arrays, or anything with their shape and dtype.
+
+    Raises:
+      ValueError, TypeError: as `paged_attention`.
     """
+    _check_tensors(q, kv_pages)
+    arguments.check_described("page_table", page_table)
+    _check_rank("page_table", page_table, "[max_seqs, pages_per_seq]", 2)
     mosaic = MOSAIC.get(traced_platform())
     if mosaic is None:
         return "xla", ""
@@ -244,13 +273,9 @@ def _choose(
     q: Any, kv_pages: Any, page_table: Any, implementation: str | None, **options: Any
 ) -> tuple[str, Problem]:
     """The implementation, and the problem as it sees it; raises when a named one cannot."""
+    arguments.check_implementation(implementation, IMPLEMENTATIONS)
     if implementation is None:
         implementation = best_implementation(q, kv_pages, page_table)[0]
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"`implementation` must be None or one of {', '.join(IMPLEMENTATIONS)}. "
-            f"Got {implementation!r}."
-        )
     return implementation, _problem(q, kv_pages, page_table, implementation, **options)
 
 
@@ -276,6 +301,11 @@ def _kernels(implementation: str) -> ModuleType:
 def _reference(
     arrays: tuple[jax.Array, ...], rule: ScoreRule, per_head: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((arrays, per_head))):
+        raise NotImplementedError(
+            "`implementation` 'reference' reads values, and traced arrays (under jit, vmap, grad, "
+            "eval_shape) have none yet. Call it outside, or use 'xla'."
+        )
     out, lse = reference.paged_attention(
         *arrays,  # pyright: ignore[reportCallIssue]
         scale=rule.scale,
@@ -298,39 +328,44 @@ def _check_plan(plan: Any, problem: Problem, alibi_slopes: jax.Array | None) -> 
         )
 
 
-def _check_runs(chosen: str, interpret: Any) -> None:
-    mosaic, here = chosen.startswith("mosaic"), traced_platform()
-    if interpret and not mosaic:
-        raise ValueError(
-            f"`interpret` must be used with a Mosaic implementation. Got {chosen!r}: name one."
-        )
-    if mosaic and not interpret and MOSAIC.get(here) != chosen:
-        raise NotImplementedError(
-            f"`implementation` {chosen!r} does not run on a {here.upper()}. Use 'xla', or "
-            f"interpret=True, which is slow and meant for tests."
-        )
-
-
-def _check_scales(kv_pages: jax.Array, kv_scales: jax.Array | None) -> None:
+def _scales(kv_pages: jax.Array, kv_scales: Any) -> jax.Array | None:
+    """The scales, checked."""
     if kv_pages.dtype in LARGEST and kv_scales is None:
         raise ValueError(f"`kv_scales` must be given for a pool of {kv_pages.dtype}. Got None.")
     if kv_scales is None:
-        return
+        return None
     if kv_pages.dtype not in LARGEST:
         raise TypeError(
             f"`kv_pages` must be float8_e4m3fn or int8 when `kv_scales` is given. "
             f"Got {kv_pages.dtype}."
         )
-    if kv_scales.shape != kv_pages.shape[:4]:
+    scales = arguments.as_array("kv_scales", kv_scales)
+    if scales.shape != kv_pages.shape[:4]:
         raise ValueError(
             f"`kv_scales` must have shape {kv_pages.shape[:4]}: one for each head and position. "
-            f"Got {kv_scales.shape}."
+            f"Got {scales.shape}."
         )
-    if kv_scales.dtype != jnp.float32:
-        raise TypeError(f"`kv_scales` must be float32. Got {kv_scales.dtype}.")
+    if scales.dtype != jnp.float32:
+        raise TypeError(f"`kv_scales` must be float32. Got {scales.dtype}.")
+    return scales
 
 
-def _check_tensors(q: jax.Array, kv_pages: jax.Array) -> None:
+def _out_dtype(q: jax.Array, out_dtype: Any) -> Any:
+    try:
+        found = q.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    except TypeError:  # of NumPy, for what names no dtype
+        found = None
+    if found not in _DTYPES:
+        raise TypeError(
+            f"`out_dtype` must be float32, bfloat16 or float16. "
+            f"Got {found or arguments.shown(out_dtype)}."
+        )
+    return found
+
+
+def _check_tensors(q: Any, kv_pages: Any) -> None:
+    arguments.check_described("q", q)
+    arguments.check_described("kv_pages", kv_pages)
     _check_rank("q", q, "[num_tokens, num_q_heads, head_dim]", 3)
     _check_rank("kv_pages", kv_pages, "[num_pages, 2, num_kv_heads, page_size, head_dim]", 5)
     for name, array in (("q", q), ("kv_pages", kv_pages)):
@@ -358,27 +393,40 @@ def _check_tensors(q: jax.Array, kv_pages: jax.Array) -> None:
         )
 
 
-def _check_rows(
-    page_table: jax.Array, kv_lens: jax.Array, cu_q_lens: jax.Array, num_seqs: jax.Array
-) -> None:
-    _check_rank("page_table", page_table, "[max_seqs, pages_per_seq]", 2)
-    if 0 in page_table.shape:
-        raise ValueError(f"`page_table` must have no dimension of size 0. Got {page_table.shape}.")
-    max_seqs = page_table.shape[0]
-    expected = (
-        ("kv_lens", kv_lens, (max_seqs,)),
-        ("cu_q_lens", cu_q_lens, (max_seqs + 1,)),
-        ("num_seqs", num_seqs, ()),
-    )
-    for name, array, shape in expected:
-        if array.shape != shape:
+def _rows(
+    page_table: Any, kv_lens: Any, cu_q_lens: Any, num_seqs: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The same four, checked, as i32 arrays."""
+    given = {
+        "page_table": page_table, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs
+    }  # fmt: skip
+    arrays = {name: arguments.as_int32(name, value) for name, value in given.items()}
+    table = arrays["page_table"]
+    _check_rank("page_table", table, "[max_seqs, pages_per_seq]", 2)
+    if 0 in table.shape:
+        raise ValueError(f"`page_table` must have no dimension of size 0. Got {table.shape}.")
+    max_seqs = table.shape[0]
+    for name, shape in {
+        "kv_lens": (max_seqs,),
+        "cu_q_lens": (max_seqs + 1,),
+        "num_seqs": (),
+    }.items():
+        if arrays[name].shape != shape:
             raise ValueError(
                 f"`{name}` must have shape {shape}: `page_table` has {max_seqs} rows. "
-                f"Got {array.shape}."
+                f"Got {arrays[name].shape}."
             )
-    for name, array in (("page_table", page_table), *((n, a) for n, a, _ in expected)):
-        if array.dtype != jnp.int32:
-            raise TypeError(f"`{name}` must be int32. Got {array.dtype}.")
+    return table, arrays["kv_lens"], arrays["cu_q_lens"], arrays["num_seqs"]
+
+
+def _check_config(name: str, config: Any) -> None:
+    if config is None:
+        return
+    if not isinstance(config, KernelConfig):
+        raise TypeError(f"`{name}` must be a KernelConfig, or None. Got {arguments.shown(config)}.")
+    sizes = (config.rows, config.kv_tile, config.stages, config.workers)
+    if not all(map(arguments.is_integer, sizes)):
+        raise TypeError(f"`{name}` must have integers for its sizes. Got {config}.")
 
 
 def _check_options(
@@ -387,33 +435,38 @@ def _check_options(
     soft_cap: float | None,
     max_q_len: int | None,
 ) -> None:
-    for name, value in (("scale", scale), ("soft_cap", soft_cap)):
-        if value is not None and not isinstance(value, int | float):
+    for name, number in (("scale", scale), ("soft_cap", soft_cap)):
+        if number is not None and not (arguments.is_integer(number) or isinstance(number, float)):
             raise TypeError(
-                f"`{name}` must be a Python number, or None. Got {type(value).__name__}."
+                f"`{name}` must be a Python number, or None. Got {type(number).__name__}."
             )
     for name, value in (("sliding_window", sliding_window), ("max_q_len", max_q_len)):
-        if value is not None and not isinstance(value, int):
+        if value is not None and not arguments.is_integer(value):
             raise TypeError(f"`{name}` must be an int, or None. Got {type(value).__name__}.")
-    if max_q_len is not None and max_q_len < 1:
-        raise ValueError(f"`max_q_len` must be at least 1, or None. Got {max_q_len}.")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"`scale` must be finite. Got {scale}.")
-    if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
-        raise ValueError(f"`soft_cap` must be above 0 and finite, or None. Got {soft_cap}.")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"`sliding_window` must be at least 1, or None. Got {sliding_window}.")
-    if sliding_window is not None and sliding_window >= 2**31:
-        raise ValueError(f"`sliding_window` must be below 2^31, or None. Got {sliding_window}.")
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` must be at least 1, or None. Got {arguments.shown(value)}.")
+        if value is not None and value >= 2**31:
+            raise ValueError(f"`{name}` must be below 2^31, or None. Got {arguments.shown(value)}.")
+    most = float(jnp.finfo(jnp.float32).max)
+    if scale is not None and not -most <= scale <= most:
+        raise ValueError(f"`scale` must be finite in float32. Got {arguments.shown(scale)}.")
+    if soft_cap is not None and not SOFT_CAPS[0] <= soft_cap <= SOFT_CAPS[1]:
+        raise ValueError(
+            f"`soft_cap` must be from {SOFT_CAPS[0]} to {SOFT_CAPS[1]}, or None. "
+            f"Got {arguments.shown(soft_cap)}."
+        )
 
 
-def _check_per_head(name: str, array: jax.Array | None, num_q_heads: int) -> None:
+def _per_head(name: str, array: Any, num_q_heads: int) -> jax.Array | None:
+    """The array, checked."""
     if array is None:
-        return
+        return None
+    array = arguments.as_array(name, array)
     if array.shape != (num_q_heads,):
         raise ValueError(f"`{name}` must have shape ({num_q_heads},), as q. Got {array.shape}.")
     if array.dtype != jnp.float32:
         raise TypeError(f"`{name}` must be float32. Got {array.dtype}.")
+    return array
 
 
 def _check_rank(name: str, array: jax.Array, shape: str, rank: int) -> None:

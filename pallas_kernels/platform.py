@@ -1,9 +1,10 @@
-"""The kind of device that the code being traced is for.
+"""The kind of device that the code being traced is for, and which kernels run there.
 
 A trace may be for a chip that is not here: an abstract mesh with an abstract device says so.
 """
 
-from typing import Literal
+import dataclasses
+from typing import Any, Literal
 
 import jax
 
@@ -20,3 +21,37 @@ def traced_platform() -> Platform:
     if name in ("gpu", "cuda"):
         return "gpu"
     return "tpu" if name == "tpu" else "cpu"
+
+
+def check_interpret(implementation: str | None, interpret: Any) -> None:
+    """Checks the argument `interpret` of an operation.
+
+    Args:
+      implementation: as it was named; None: it was not.
+      interpret: as it was given.
+
+    Raises:
+      TypeError: neither a bool nor parameters of Pallas' interpreters.
+      ValueError: there is nothing to interpret.
+    """
+    is_parameters = dataclasses.is_dataclass(interpret) and not isinstance(interpret, type)
+    if not isinstance(interpret, bool) and not is_parameters:
+        raise TypeError(
+            "`interpret` must be False, True or the parameters of Pallas' interpreter. "
+            f"Got {interpret!r}."
+        )
+    if interpret and implementation not in MOSAIC.values():
+        raise ValueError(
+            f"`interpret` must be used with a Mosaic implementation. Got {implementation!r}: "
+            "name one."
+        )
+
+
+def check_runs(implementation: str, interpret: Any) -> None:
+    """Raises `NotImplementedError` for kernels that neither run here nor are interpreted."""
+    mosaic, here = implementation in MOSAIC.values(), traced_platform()
+    if mosaic and not interpret and MOSAIC.get(here) != implementation:
+        raise NotImplementedError(
+            f"`implementation` {implementation!r} does not run on a {here.upper()}. Use 'xla', or "
+            f"interpret=True, which is slow and meant for tests."
+        )

@@ -30,6 +30,7 @@ def scheduler_config(**sizes: int) -> SchedulerConfig:
         ("dtype", "fp16", "auto, float32, bfloat16 or float16. Got 'fp16'"),
         ("seed", 1.5, r"Got 1\.5"),
         ("seed", 2**64, "must be an integer in"),
+        ("seed", 10**400, "Got an integer of 1329 bits"),
         ("max_model_len", 0, r"integer in \[1, 2147483647\]. Got 0"),
         ("max_num_seqs", True, "Got True"),
         ("max_num_batched_tokens", "512", "Got '512'"),
@@ -43,6 +44,15 @@ def scheduler_config(**sizes: int) -> SchedulerConfig:
         ("memory_utilization", "0.9", "Got '0.9'"),
         ("enable_prefix_caching", 1, "true or false. Got 1"),
         ("attention_implementation", 3, "a name or None. Got 3"),
+        ("attention_implementation", ["xla"], r"a name or None. Got \['xla'\]"),
+        ("dtype", ["float32"], r"or float16. Got \['float32'\]"),
+        ("dtype", None, "or float16. Got None"),
+        ("kv_cache_dtype", ["int8"], r"one of auto, float8_e4m3fn, .*Got \['int8'\]"),
+        ("kv_cache_dtype", {}, "Got {}"),
+        ("kv_cache_dtype", "float16", "one of auto, .*Got 'float16'"),
+        ("num_pages", [8], r"Got \[8\]"),
+        ("memory_utilization", [0.5], r"Got \[0\.5\]"),
+        ("cascade_attention", "no", "true or false. Got 'no'"),
         ("swap_space", -1, r"finite number of GiB, 0 \(none\) or more\. Got -1"),
         ("swap_space", float("inf"), "Got inf"),
         ("swap_space", float("nan"), "Got nan"),
@@ -63,6 +73,8 @@ def test_an_unknown_option_names_the_nearest() -> None:
         EngineConfig.from_options({"max_num_seq": 8})
     with pytest.raises(ConfigError, match=r"`zzz` is not an engine option. Known: dtype, seed, "):
         EngineConfig.from_options({"zzz": 8})
+    with pytest.raises(ConfigError, match="`8` is not an engine option"):
+        EngineConfig.from_options({8: "zzz"})  # pyright: ignore[reportArgumentType]
 
 
 def test_aliases_of_vllm_are_accepted_once() -> None:

@@ -88,6 +88,13 @@ def test_kernels_that_were_asked_for_are_never_replaced() -> None:
         LLM(TinyLM(dtype=BF16), attention_implementation="mosaic_gpu")
 
 
+def test_the_reference_is_refused_before_anything_is_compiled() -> None:
+    with pytest.raises(
+        ConfigError, match=r"one that can be compiled. Got 'reference', .*Use 'xla'"
+    ):
+        LLM(TinyLM(), attention_implementation="reference")
+
+
 def test_a_cascade_needs_the_kernels() -> None:
     with pytest.raises(ConfigError, match=r"`cascade_attention` must be used with the Pallas"):
         LLM(TinyLM(), cascade_attention=True)

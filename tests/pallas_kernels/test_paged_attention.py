@@ -250,10 +250,10 @@ def test_wrong_arrays_are_refused_at_trace_time(
 
 
 WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"scale": float("nan")}, ValueError, "`scale` must be finite. Got nan"),
+    ({"scale": float("nan")}, ValueError, "`scale` must be finite in float32. Got nan"),
     ({"sliding_window": 0}, ValueError, "`sliding_window` must be at least 1, or None. Got 0"),
     ({"max_q_len": 0}, ValueError, "`max_q_len` must be at least 1, or None. Got 0"),
-    ({"soft_cap": 0.0}, ValueError, "`soft_cap` must be above 0 and finite, or None. Got 0.0"),
+    ({"soft_cap": 0.0}, ValueError, "`soft_cap` must be from 1e-30 to 1e.30, or None. Got 0.0"),
     ({"implementation": "triton"}, ValueError, "`implementation` must be None or one of .*triton"),
     ({"implementation": "mosaic_gpu"}, NotImplementedError, "head_dim of 64, 128, 256 .* Got 16"),
     ({"implementation": "mosaic_tpu"}, NotImplementedError, "head_dim of 128 or 256 .* Got 16"),
