@@ -7,21 +7,27 @@ Knows nothing of pages, scheduling or devices.
 from __future__ import annotations
 
 import hashlib
-import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
-from typing import Any, cast
+from typing import Any, Literal
 
 from pagedjax.errors import RequestError
+from pagedjax.param_checks import (
+    check_bias,
+    check_bool,
+    check_float,
+    check_ids,
+    check_int,
+    check_strings,
+    shown,
+)
 
 MAX_N = 128  # OpenAI's cap on parallel samples
+MAX_BEAM_WIDTH = 10  # a lane offers twice as many tokens, and a step reports MAX_LOGPROBS
 MAX_LOGPROBS = 20  # OpenAI's cap on top_logprobs
 MAX_STOP_STRINGS = 16
-MAX_STOP_BYTES = 256
-MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
-LOGIT_BIAS_BOUND = 100.0
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy
 LOWEST_TEMPERATURE = 0.01  # sampled temperatures below this are raised to it (overflow in f32)
 
@@ -48,7 +54,16 @@ class SamplingParams:
     """How to sample one request; names and meanings as in vLLM. Raises `RequestError`.
 
     Attributes:
-      n: samples of the prompt, 1..128.
+      n: samples of the prompt, 1..128; with beam search at most beam_width.
+      best_of: None, or how many samples to draw, n..128: the n with the highest mean logprob a
+        token are returned, best first. Equal to n it chooses nothing.
+      beam_width: None, or 1..10: beam search with so many beams; the n best are returned, best
+        first. It draws nothing, so temperature must be left out or 0 and what shapes draws or
+        text must be left out; min_tokens, stop_token_ids and ignore_eos hold.
+      length_penalty: a beam's score is its logprob / tokens ** length_penalty, [-10, 10]; larger
+        values favour longer answers.
+      early_stopping: True: stop when beam_width beams ended; False: when, by its score so far, no
+        open beam can beat them; "never": when none can at any length.
       temperature: >= 0; below 1e-5 is greedy.
       top_k: keep the k likeliest tokens; 0 or -1: off.
       top_p: keep the smallest set of likeliest tokens with this mass, (0, 1].
@@ -75,6 +90,10 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -112,6 +131,7 @@ class SamplingParams:
             self._set(seed=None)
         if self.top_k == -1:
             self._set(top_k=0)
+        self._check_choice()
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -138,21 +158,35 @@ class SamplingParams:
         own = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return own != neutral
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run for one prompt; n of them are returned."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def row_logprobs(self) -> int | None:
+        """Likeliest tokens that a step must report for these parameters; 0: the drawn one alone."""
+        if self.beam_width is not None:
+            return MAX_LOGPROBS
+        return 0 if self.logprobs is None and self.best_of is not None else self.logprobs
+
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def _check_counts(self) -> None:
-        _check_int(self, "n", 1, MAX_N)
-        _check_int(self, "top_k", -1, 2**31 - 1)
-        _check_int(self, "max_tokens", 1, 2**31 - 1, optional=True)
-        _check_int(self, "min_tokens", 0, 2**31 - 1)
-        _check_int(self, "seed", -(2**63), 2**64 - 1, optional=True)
-        _check_int(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
-        _check_int(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        check_int(self, "n", 1, MAX_N)
+        check_int(self, "best_of", 1, MAX_N, optional=True)
+        check_int(self, "beam_width", 1, MAX_BEAM_WIDTH, optional=True)
+        check_int(self, "top_k", -1, 2**31 - 1)
+        check_int(self, "max_tokens", 1, 2**31 - 1, optional=True)
+        check_int(self, "min_tokens", 0, 2**31 - 1)
+        check_int(self, "seed", -(2**63), 2**64 - 1, optional=True)
+        check_int(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
+        check_int(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize"):
-            _check_bool(self, name)
-        _check_bool(self, "skip_special_tokens")
+            check_bool(self, name)
+        check_bool(self, "skip_special_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"`min_tokens` must be at most `max_tokens` ({self.max_tokens}). "
@@ -161,16 +195,17 @@ class SamplingParams:
             )
 
     def _check_floats(self) -> None:
-        _check_float(self, "temperature", 0.0, 100.0)
-        _check_float(self, "top_p", 0.0, 1.0, above_low=True)
-        _check_float(self, "min_p", 0.0, 1.0)
-        _check_float(self, "presence_penalty", -2.0, 2.0)
-        _check_float(self, "frequency_penalty", -2.0, 2.0)
-        _check_float(self, "repetition_penalty", 0.0, 100.0, above_low=True)
+        check_float(self, "temperature", 0.0, 100.0)
+        check_float(self, "top_p", 0.0, 1.0, above_low=True)
+        check_float(self, "min_p", 0.0, 1.0)
+        check_float(self, "presence_penalty", -2.0, 2.0)
+        check_float(self, "frequency_penalty", -2.0, 2.0)
+        check_float(self, "repetition_penalty", 0.0, 100.0, above_low=True)
+        check_float(self, "length_penalty", -10.0, 10.0)
 
     def _check_strings(self) -> None:
         for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
-            self._set(**{name: _strings(getattr(self, name), name, most)})
+            self._set(**{name: check_strings(getattr(self, name), name, most)})
         if self.stop and not self.detokenize:
             raise RequestError(
                 "`stop` must be empty when `detokenize` is False. Got stop strings: "
@@ -178,18 +213,53 @@ class SamplingParams:
                 param="stop",
             )
 
+    def _check_choice(self) -> None:
+        """Which sequences are returned: of n samples, of best_of samples or of beams."""
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise RequestError(
+                f'`early_stopping` must be true, false or "never". '
+                f"Got {shown(self.early_stopping)}.",
+                param="early_stopping",
+            )
+        if self.beam_width is not None:
+            _check_beams(self)
+            self._set(temperature=0.0)
+            return
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(self, name) != _DEFAULTS[name]:
+                raise RequestError(
+                    f"`{name}` must be left out without `beam_width`. "
+                    f"Got {shown(getattr(self, name))}.",
+                    param=name,
+                )
+        if self.best_of is not None:
+            _check_best_of(self)
+            if self.best_of == self.n:
+                self._set(best_of=None)
+
     def _check_token_ids(self) -> None:
         for name in ("stop_token_ids", "bad_token_ids"):
-            self._set(**{name: _ids(getattr(self, name) or (), name)})
+            self._set(**{name: check_ids(getattr(self, name) or (), name)})
         if self.allowed_token_ids is not None:
-            allowed = _ids(self.allowed_token_ids, "allowed_token_ids")
+            allowed = check_ids(self.allowed_token_ids, "allowed_token_ids")
             if not allowed:
                 raise RequestError(
                     "`allowed_token_ids` must be None or hold at least one id. Got none.",
                     param="allowed_token_ids",
                 )
             self._set(allowed_token_ids=allowed)
-        self._set(logit_bias=_bias(self.logit_bias))
+        self._set(logit_bias=check_bias(self.logit_bias))
+
+
+_DEFAULTS = {
+    f.name: f.default if f.default_factory is MISSING else f.default_factory()
+    for f in fields(SamplingParams)
+}
+# What beam search does not take into account; a request that sets one of them is refused.
+_WITHOUT_BEAMS = (
+    "best_of", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "stop", "logit_bias", "allowed_token_ids", "bad_words", "bad_token_ids",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +351,8 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    cumulative_logprob: float | None = None
+    cumulative_logprob: float | None = None  # given with logprobs, best_of and beam search
+    score: float | None = None  # of beam search: what the beams are ranked by
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None  # a FinishReason's value
     stop_reason: int | str | None = None
@@ -308,119 +379,34 @@ def derived_seed(engine_seed: int, request_id: str) -> int:
     return int.from_bytes(digest.digest()[:8], "big")
 
 
-def _check_int(
-    params: SamplingParams, name: str, low: int, high: int, *, optional: bool = False
-) -> None:
-    value = getattr(params, name)
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        shown = f"an integer in [{low}, {high}]" + (" or None" if optional else "")
-        raise RequestError(f"`{name}` must be {shown}. Got {_shown(value)}.", param=name)
-
-
-def _check_bool(params: SamplingParams, name: str) -> None:
-    value = getattr(params, name)
-    if not isinstance(value, bool):
-        raise RequestError(f"`{name}` must be true or false. Got {_shown(value)}.", param=name)
-
-
-def _check_float(
-    params: SamplingParams,
-    name: str,
-    low: float,
-    high: float,
-    *,
-    above_low: bool = False,
-) -> None:
-    value = getattr(params, name)
-    fits = _is_finite(value) and low <= value <= high
-    if not fits or (above_low and value == low):
-        bracket = "(" if above_low else "["
+def _check_beams(params: SamplingParams) -> None:
+    if params.n > (params.beam_width or 0):
         raise RequestError(
-            f"`{name}` must be a finite number in {bracket}{low:g}, {high:g}]. "
-            f"Got {_shown(value)}.",
-            param=name,
+            f"`n` must be at most `beam_width` ({params.beam_width}). Got {params.n}.", param="n"
         )
-    object.__setattr__(params, name, float(value))
-
-
-def _strings(value: Any, name: str, most: int) -> tuple[str, ...]:
-    items: tuple[Any, ...]
-    if value is None:
-        items = ()
-    elif isinstance(value, str):
-        items = (value,)
-    elif isinstance(value, list | tuple):
-        items = tuple(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    else:
+    if params.temperature not in (0.0, _DEFAULTS["temperature"]):
         raise RequestError(
-            f"`{name}` must be a string or a list of strings. Got {_shown(value)}.",
-            param=name,
+            f"`temperature` must be left out or 0 with `beam_width`: beam search draws nothing. "
+            f"Got {params.temperature:g}.",
+            param="temperature",
         )
-    if len(items) > most:
-        raise RequestError(
-            f"`{name}` must hold at most {most} strings. Got {len(items)}.", param=name
-        )
-    for item in items:
-        if (
-            not isinstance(item, str)
-            or not 0 < len(item.encode("utf-8", "replace")) <= MAX_STOP_BYTES
-        ):
+    for name in _WITHOUT_BEAMS:
+        if getattr(params, name) != _DEFAULTS[name]:
             raise RequestError(
-                f"`{name}` must hold strings of 1 to {MAX_STOP_BYTES} bytes. Got {_shown(item)}.",
+                f"`{name}` must be left out with `beam_width`: beam search ranks by the model's "
+                f"own logprobs. Got {shown(getattr(params, name))}.",
                 param=name,
             )
-    return items
 
 
-def _ids(value: Any, name: str) -> tuple[int, ...]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+def _check_best_of(params: SamplingParams) -> None:
+    if (params.best_of or 0) < params.n:
         raise RequestError(
-            f"`{name}` must be a list of token ids. Got {_shown(value)}.", param=name
+            f"`best_of` must be at least `n` ({params.n}). Got {params.best_of}.", param="best_of"
         )
-    ids: list[int] = []
-    for item in cast(Iterable[Any], value):
-        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < 2**31:
-            raise RequestError(
-                f"`{name}` must hold token ids >= 0. Got {_shown(item)}.", param=name
-            )
-        ids.append(item)
-    return tuple(ids)
-
-
-def _bias(value: Any) -> dict[int, float]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIAS:  # pyright: ignore[reportUnknownArgumentType]
+    if params.is_greedy and params.best_of != params.n:
         raise RequestError(
-            f"`logit_bias` must map at most {MAX_LOGIT_BIAS} token ids to numbers. "
-            f"Got {_shown(value)}.",
-            param="logit_bias",
+            f"`best_of` must equal `n` ({params.n}) at temperature 0, where all samples are the "
+            f"same. Got {params.best_of}.",
+            param="best_of",
         )
-    return dict(_bias_entry(key, bias) for key, bias in value.items())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-
-
-def _bias_entry(key: Any, bias: Any) -> tuple[int, float]:
-    # JSON objects have string keys only, so "42" is an id there.
-    is_id = (isinstance(key, int) and not isinstance(key, bool)) or (
-        isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
-    )
-    if not is_id or not 0 <= int(key) < 2**31 or not _is_finite(bias):
-        raise RequestError(
-            f"`logit_bias` must map token ids >= 0 to finite numbers. "
-            f"Got {_shown(key)}: {_shown(bias)}.",
-            param="logit_bias",
-        )
-    return int(key), min(max(float(bias), -LOGIT_BIAS_BOUND), LOGIT_BIAS_BOUND)
-
-
-def _is_finite(value: Any) -> bool:
-    """A number that a float can hold: by comparing, since huge integers overflow in float()."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
-
-
-def _shown(value: Any) -> str:
-    text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a huge integer"
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -23,6 +23,16 @@ HUGE = 10**40
         ("n", 1.0, r"Got 1\.0"),
         ("n", None, "Got None"),
         ("n", HUGE, "Got a huge integer"),
+        ("best_of", 0, r"integer in \[1, 128\] or None. Got 0"),
+        ("best_of", 129, "Got 129"),
+        ("beam_width", 0, r"integer in \[1, 10\] or None. Got 0"),
+        ("beam_width", 11, "Got 11"),
+        ("beam_width", True, "Got True"),
+        ("length_penalty", math.inf, r"finite number in \[-10, 10\]. Got inf"),
+        ("length_penalty", -11, "Got -11"),
+        ("early_stopping", "always", "true, false or \"never\". Got 'always'"),
+        ("early_stopping", 1, "Got 1"),
+        ("early_stopping", None, "Got None"),
         ("max_tokens", 0, r"or None. Got 0"),
         ("max_tokens", "5", "Got '5'"),
         ("min_tokens", -1, "Got -1"),
@@ -95,6 +105,70 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 def test_stop_strings_need_text() -> None:
     with pytest.raises(RequestError, match="`stop` must be empty when `detokenize` is False"):
         SamplingParams(stop=("x",), detokenize=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "param", "message"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of", r"at least `n` \(3\). Got 2"),
+        ({"best_of": 2, "temperature": 0}, "best_of", r"equal `n` \(1\) at temperature 0.*Got 2"),
+        ({"length_penalty": 2.0}, "length_penalty", r"without `beam_width`. Got 2\.0"),
+        ({"early_stopping": True}, "early_stopping", "without `beam_width`. Got True"),
+        ({"beam_width": 2, "n": 3}, "n", r"at most `beam_width` \(2\). Got 3"),
+        ({"beam_width": 2, "temperature": 0.5}, "temperature", r"left out or 0 .*Got 0\.5"),
+        ({"beam_width": 2, "best_of": 2}, "best_of", "with `beam_width`"),
+        ({"beam_width": 2, "top_k": 2}, "top_k", "Got 2"),
+        ({"beam_width": 2, "top_p": 0.5}, "top_p", r"Got 0\.5"),
+        ({"beam_width": 2, "min_p": 0.5}, "min_p", "with `beam_width`"),
+        ({"beam_width": 2, "presence_penalty": 1}, "presence_penalty", "with `beam_width`"),
+        ({"beam_width": 2, "frequency_penalty": 1}, "frequency_penalty", "with `beam_width`"),
+        ({"beam_width": 2, "repetition_penalty": 2}, "repetition_penalty", "with `beam_width`"),
+        ({"beam_width": 2, "stop": "x"}, "stop", r"Got \('x',\)"),
+        ({"beam_width": 2, "logit_bias": {1: 2}}, "logit_bias", "with `beam_width`"),
+        ({"beam_width": 2, "allowed_token_ids": (1,)}, "allowed_token_ids", "with `beam_width`"),
+        ({"beam_width": 2, "bad_words": "x"}, "bad_words", "with `beam_width`"),
+        ({"beam_width": 2, "bad_token_ids": [1]}, "bad_token_ids", "with `beam_width`"),
+    ],
+)
+def test_what_contradicts_the_choice_of_answers_is_refused_by_name(
+    values: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        SamplingParams(**values)
+    assert caught.value.param == param
+    assert str(caught.value).startswith(f"`{param}` must")
+
+
+def test_a_request_runs_as_many_sequences_as_it_chooses_from() -> None:
+    assert SamplingParams(n=3).num_sequences == 3
+    assert SamplingParams(n=3, best_of=5).num_sequences == 5
+    assert SamplingParams(n=3, best_of=3) == SamplingParams(n=3)
+    assert SamplingParams(n=2, beam_width=4).num_sequences == 4
+
+
+def test_steps_report_what_the_choice_needs() -> None:
+    assert SamplingParams().row_logprobs is None
+    assert SamplingParams(logprobs=3).row_logprobs == 3
+    assert SamplingParams(best_of=2).row_logprobs == 0
+    assert SamplingParams(best_of=2, logprobs=3).row_logprobs == 3
+    assert SamplingParams(beam_width=10).row_logprobs == 20
+
+
+def test_beam_search_is_greedy_whatever_was_left_out() -> None:
+    params = SamplingParams(
+        beam_width=3, length_penalty=-1, early_stopping="never", min_tokens=2, stop_token_ids=[1]
+    )
+    assert params.is_greedy
+    assert isinstance(params.length_penalty, float)
+    assert params == SamplingParams(
+        beam_width=3,
+        length_penalty=-1.0,
+        early_stopping="never",
+        min_tokens=2,
+        stop_token_ids=(1,),
+        temperature=0,
+    )
+    assert replace(params, n=3).temperature == 0.0
 
 
 def test_values_get_one_form() -> None:
