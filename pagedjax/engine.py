@@ -100,7 +100,7 @@ class LLMEngine:
             priority=priority,
             timeout=timeout,
         )
-        detokenizers = [self.intake.detokenizer(params) for _ in range(params.n)]
+        detokenizers = [self.intake.detokenizer(params) for _ in range(params.num_sequences)]
         sequences = self.scheduler.add_request(request)
         live = InFlight(request, sequences, detokenizers, self._clock)
         self._live[request_id] = live

@@ -5,6 +5,7 @@ Reads what the scheduler appended; changes nothing of it. Knows nothing of steps
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -67,7 +68,10 @@ class InFlight:
             request_id=self.request.request_id,
             prompt=self.request.prompt,
             prompt_token_ids=list(self.request.prompt_token_ids),
-            outputs=[self._completion(sequence, tokenizer) for sequence in self.sequences],
+            outputs=[
+                self._completion(index, sequence, tokenizer)
+                for index, sequence in enumerate(self._chosen())
+            ],
             finished=True,
             num_cached_tokens=first.num_cached_tokens,
             metrics=self._metrics(),
@@ -91,12 +95,12 @@ class InFlight:
             prompt_token_ids=list(self.request.prompt_token_ids),
             outputs=[
                 CompletionOutput(
-                    index=sequence.sample,
+                    index=index,
                     text="",
                     token_ids=sequence.output_token_ids,
                     finish_reason=FinishReason.ERROR.value,
                 )
-                for sequence in self.sequences
+                for index, sequence in enumerate(self._chosen())
             ],
             finished=True,
             error=RequestError(INTERNAL_ERROR, code="engine_error"),
@@ -110,7 +114,16 @@ class InFlight:
             self.longest_gap = max(self.longest_gap, now - self.last_token)
         self.last_token = now
 
-    def _completion(self, sequence: Sequence, tokenizer: Tokenizer | None) -> CompletionOutput:
+    def _chosen(self) -> list[Sequence]:
+        """The sequences that are answers: all samples, or the n best, best first."""
+        params = self.request.params
+        if params.best_of is None:
+            return self.sequences
+        return sorted(self.sequences, key=_mean_logprob, reverse=True)[: params.n]
+
+    def _completion(
+        self, index: int, sequence: Sequence, tokenizer: Tokenizer | None
+    ) -> CompletionOutput:
         detokenizer = self.detokenizers[sequence.sample]
         reason, stop_reason = sequence.finish_reason, sequence.stop_reason
         text = ""
@@ -121,14 +134,15 @@ class InFlight:
             if detokenizer.stopped is not None and reason is not FinishReason.ERROR:
                 reason, stop_reason = FinishReason.STOP, detokenizer.stopped
         completion = CompletionOutput(
-            index=sequence.sample,
+            index=index,
             text=text,
             token_ids=sequence.output_token_ids,
             finish_reason=None if reason is None else reason.value,
             stop_reason=stop_reason,
         )
-        if self.request.params.logprobs is not None:
+        if self.request.params.row_logprobs is not None:
             completion.cumulative_logprob = sequence.cumulative_logprob
+        if self.request.params.logprobs is not None:
             completion.logprobs = [_decoded(entry, tokenizer) for entry in sequence.output_logprobs]
         return completion
 
@@ -143,6 +157,12 @@ class InFlight:
             metrics["mean_time_between_tokens_seconds"] = mean
             metrics["max_time_between_tokens_seconds"] = self.longest_gap
         return metrics
+
+
+def _mean_logprob(sequence: Sequence) -> float:
+    """Of a token of the answer; an answer without tokens comes last."""
+    num_tokens = sequence.num_output_tokens
+    return sequence.cumulative_logprob / num_tokens if num_tokens else -math.inf
 
 
 def _decoded(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> TokenLogprobs:

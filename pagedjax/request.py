@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from pagedjax.errors import RequestError
+from pagedjax.param_checks import MAX_LOGIT_BIAS as MAX_LOGIT_BIAS  # the width of bias rows
 from pagedjax.param_checks import (
     check_bias,
     check_bool,
@@ -264,7 +265,7 @@ _WITHOUT_BEAMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """An immutable ask, checked, tokenised and stamped; one of it has `params.n` sequences."""
+    """An immutable ask, checked, tokenised and stamped; it has `params.num_sequences` sequences."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -307,7 +308,7 @@ class Sequence:
     """
 
     request: Request
-    sample: int  # index within the request, 0..n-1
+    sample: int  # index within the request, 0..num_sequences-1
     tokens: list[int]
     num_prompt_tokens: int
     num_computed_tokens: int = 0

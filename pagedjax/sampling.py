@@ -23,9 +23,8 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from pagedjax.param_checks import MAX_LOGIT_BIAS
 from pagedjax.plan import RowUpdate
-from pagedjax.request import MAX_LOGPROBS
+from pagedjax.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 LANES = 128  # a power of two: TPU and AVX lanes; 512 noise values serve 49,152 tokens
 

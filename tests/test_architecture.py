@@ -51,7 +51,7 @@ type Checker = Callable[..., list[str]]  # (source, path, *limits) -> complaints
 # What may exceed a budget: (file, name, rule) -> (its own limit, why).
 EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
     ("pagedjax/request.py", "SamplingParams", "fields"): (
-        26,
+        27,
         "one field for each parameter of OpenAI's API and vLLM's that a request may carry",
     ),
     ("pagedjax/config.py", "EngineConfig", "fields"): (

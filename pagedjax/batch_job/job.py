@@ -320,7 +320,7 @@ class BatchJob:
                 request_id, prompt, request.params, cache_salt=request.cache_salt
             )
             self._running[request_id] = (line, index)
-            self._num_sequences += request.params.n
+            self._num_sequences += request.params.num_sequences
 
     def _collect(self, line: Line, index: int, output: RequestOutput) -> None:
         request = line.request
@@ -366,7 +366,7 @@ class BatchJob:
             return False
         request = entry[0].request
         assert request is not None
-        self._num_sequences -= request.params.n
+        self._num_sequences -= request.params.num_sequences
         return True
 
     def _answer(self, line: Line, status: int, body: Json, error: Json | None) -> None:

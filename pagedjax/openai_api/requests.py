@@ -31,7 +31,7 @@ class Endpoint(Enum):
 
 # Parameters that go to SamplingParams under their own names.
 SAMPLING = frozenset({
-    "allowed_token_ids", "bad_token_ids", "bad_words", "frequency_penalty", "ignore_eos",
+    "allowed_token_ids", "bad_token_ids", "bad_words", "best_of", "frequency_penalty", "ignore_eos",
     "include_stop_str_in_output", "logit_bias", "max_tokens", "min_p", "min_tokens", "n",
     "presence_penalty", "prompt_logprobs", "repetition_penalty", "seed", "skip_special_tokens",
     "stop", "stop_token_ids", "temperature", "top_k", "top_p",
@@ -42,7 +42,7 @@ OWN = frozenset({
     "cache_salt", "logprobs", "model", "return_token_ids", "return_tokens_as_token_ids",
 })  # fmt: skip
 OWN_OF = {
-    Endpoint.COMPLETIONS: frozenset({"best_of", "echo", "prompt"}),
+    Endpoint.COMPLETIONS: frozenset({"echo", "prompt"}),
     Endpoint.CHAT: frozenset({"max_completion_tokens", "messages", "top_logprobs"}),
 }
 
@@ -116,7 +116,7 @@ class ApiRequest:
     @property
     def num_sequences(self) -> int:
         """Sequences that the request becomes."""
-        return max(1, len(self.prompts)) * self.params.n
+        return max(1, len(self.prompts)) * self.params.num_sequences
 
 
 def parse_body(endpoint: Endpoint, body: Any, defaults: Mapping[str, Any]) -> ApiRequest:
@@ -161,7 +161,7 @@ def parse_body(endpoint: Endpoint, body: Any, defaults: Mapping[str, Any]) -> Ap
         return_token_ids=_flag(given, "return_token_ids"),
         tokens_as_ids=_flag(given, "return_tokens_as_token_ids"),
     )
-    _check_totals(request, given)
+    _check_totals(request)
     return request
 
 
@@ -253,21 +253,14 @@ def _max_completion_tokens(given: Json) -> Any:
     return value
 
 
-def _check_totals(request: ApiRequest, given: Json) -> None:
-    n = request.params.n
-    best_of = given.get("best_of", n)
-    if best_of != n or isinstance(best_of, bool):
-        raise RequestError(
-            f"`best_of` must equal `n` ({n}): choosing among more samples is not supported. "
-            f"Got {_shown(best_of)}.",
-            param="best_of",
-            code="unsupported_parameter",
-        )
+def _check_totals(request: ApiRequest) -> None:
+    count = request.params.num_sequences
     if request.num_sequences > MAX_SEQUENCES:
+        name = "n" if count == request.params.n else "best_of"
         raise RequestError(
-            f"`n` times the number of prompts must be at most {MAX_SEQUENCES}. "
-            f"Got {n} x {len(request.prompts)}.",
-            param="n",
+            f"`{name}` times the number of prompts must be at most {MAX_SEQUENCES}. "
+            f"Got {count} x {len(request.prompts)}.",
+            param=name,
         )
 
 

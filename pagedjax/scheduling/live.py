@@ -105,11 +105,15 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
             param="prompt",
             code="context_length_exceeded",
         )
-    if params.n > config.max_num_seqs:
+    if params.num_sequences > config.max_num_seqs:
+        name = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
         raise RequestError(
-            f"`n` must be at most `max_num_seqs` ({config.max_num_seqs}). Got {params.n}.",
-            param="n",
+            f"`{name}` must be at most `max_num_seqs` ({config.max_num_seqs}). "
+            f"Got {params.num_sequences}.",
+            param=name,
         )
+    if params.beam_width is not None:
+        raise RequestError("`beam_width` must be left out for now. Got one.", param="beam_width")
     if request.priority != 0 and config.scheduling_policy == "fcfs":
         raise RequestError(
             f"`priority` must be 0 unless the engine runs with `scheduling_policy` priority. "

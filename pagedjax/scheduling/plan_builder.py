@@ -62,7 +62,7 @@ class PlanBuilder:
         """The slot's sampling parameters are those of `live` from now on."""
         request, owner = live.sequence.request, live.owner
         params = request.params
-        logprobs = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        logprobs = NO_LOGPROBS if params.row_logprobs is None else params.row_logprobs
         row = self._config.max_num_seqs if owner.adjustments is None else slot
         sample = live.sequence.sample
         self._ints[:, slot] = (row, params.has_penalties, sample, logprobs, params.top_k)

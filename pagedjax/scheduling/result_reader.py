@@ -122,6 +122,7 @@ class ResultReader:
             raise IntegrityError(f"a token must be in [0, {self._config.vocab_size}). Got {token}.")
         if params.logprobs is not None:
             sequence.output_logprobs.append(self._logprobs(token, result, row, params.logprobs))
+        if params.row_logprobs is not None:
             sequence.cumulative_logprob += float(result.logprobs[row])
         sequence.tokens.append(token)
         self.num_generated_tokens += 1

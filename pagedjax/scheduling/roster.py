@@ -124,9 +124,9 @@ class Roster:
             max_output_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
             stop_ids=request.stop_ids,
             adjustments=Adjustments.of(request, config.vocab_size),
-            is_forked=params.n == 1,
+            is_forked=params.num_sequences == 1,
         )
-        for sample in range(params.n):
+        for sample in range(params.num_sequences):
             sequence = Sequence(request, sample, list(request.prompt_token_ids), num_prompt)
             if params.prompt_logprobs is not None:
                 sequence.prompt_logprobs.append(None)  # nothing comes before the first token
