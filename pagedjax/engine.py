@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from pagedjax.deadlines import Deadlines
 from pagedjax.errors import IntegrityError, RequestError
 from pagedjax.in_flight import INTERNAL_ERROR, InFlight
 from pagedjax.intake import Intake, Prompt
@@ -59,7 +60,13 @@ class LLMEngine:
         self._clock = clock
         self._live: dict[str, InFlight] = {}
         self._ended: list[RequestOutput] = []
+        self._deadlines = Deadlines()
         self._log = ThroughputLog(logger)
+
+    @property
+    def has_queue_room(self) -> bool:
+        """False while `add_request` would refuse with "queue_full"."""
+        return self.scheduler.roster.has_room
 
     @property
     def has_unfinished(self) -> bool:
@@ -85,7 +92,8 @@ class LLMEngine:
             of code "timeout"; None: never.
 
         Raises:
-          RequestError: it can never be served as asked, or its id is in use.
+          RequestError: it can never be served as asked, its id is in use, or (code "queue_full")
+            too much waits already.
         """
         if request_id in self._live:
             raise RequestError(
@@ -104,9 +112,14 @@ class LLMEngine:
         sequences = self.scheduler.add_request(request)
         live = InFlight(request, sequences, detokenizers, self._clock)
         self._live[request_id] = live
+        self._deadlines.add(live)
 
     def step(self) -> list[RequestOutput]:
-        """Schedules and runs one step; returns the requests that ended, in order of ending."""
+        """Schedules and runs one step; returns the requests that ended, in order of ending.
+
+        Requests whose timeout is over end first, whether they wait or run.
+        """
+        self._end_late()
         plan = self.scheduler.schedule()
         if plan is None:
             self._end_finished(self._live.values())
@@ -168,6 +181,13 @@ class LLMEngine:
                 live.error = INTERNAL_ERROR  # its sequences may have ended already
                 self.scheduler.fail(sequence, INTERNAL_ERROR)
         self._end_finished(touched.values())
+
+    def _end_late(self) -> None:
+        late = self._deadlines.due(self._clock())
+        for live in late:
+            request_id = live.request.request_id
+            self.scheduler.fail(request_id, live.lateness(), reason=FinishReason.TIMEOUT)
+        self._end_finished(late)
 
     def _end_finished(self, candidates: Any) -> None:
         for live in list(candidates):

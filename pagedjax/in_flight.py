@@ -81,11 +81,17 @@ class InFlight:
                 None if entry is None else _decoded(entry, tokenizer)
                 for entry in first.prompt_logprobs
             ]
-        failed = [s for s in self.sequences if s.finish_reason is FinishReason.ERROR]
-        message = failed[0].error or INTERNAL_ERROR if failed else self.error
-        if message is not None:
-            output.error = RequestError(message, code="engine_error")
+        output.error = self._error()
         return output
+
+    def lateness(self) -> str:
+        """What to say when its timeout is over."""
+        num_tokens = sum(sequence.num_output_tokens for sequence in self.sequences)
+        ran = "was running" if num_tokens else "had generated nothing yet"
+        return (
+            f"the request's `timeout` of {self.request.timeout:g} s is over: it {ran}, with "
+            f"{num_tokens} tokens so far"
+        )
 
     def failed_output(self) -> RequestOutput:
         """The answer when its text or logprobs cannot be made: the tokens and an error."""
@@ -106,6 +112,18 @@ class InFlight:
             error=RequestError(INTERNAL_ERROR, code="engine_error"),
             metrics=self._metrics(),
         )
+
+    def _error(self) -> RequestError | None:
+        reasons = {sequence.finish_reason: sequence.error for sequence in self.sequences}
+        if FinishReason.ERROR in reasons:
+            message = reasons[FinishReason.ERROR] or INTERNAL_ERROR
+            return RequestError(message, code="engine_error")
+        if self.error is not None:
+            return RequestError(self.error, code="engine_error")
+        if FinishReason.TIMEOUT in reasons:
+            message = reasons[FinishReason.TIMEOUT] or INTERNAL_ERROR
+            return RequestError(message, param="timeout", code="timeout")
+        return None
 
     def _note_time(self, now: float) -> None:
         if self.first_token is None:
@@ -131,7 +149,8 @@ class InFlight:
             detokenizer.finish()
             text = detokenizer.text
             # The scheduler may have ended it first, by length or a stop id of the same token.
-            if detokenizer.stopped is not None and reason is not FinishReason.ERROR:
+            cut = (FinishReason.ERROR, FinishReason.TIMEOUT)
+            if detokenizer.stopped is not None and reason not in cut:
                 reason, stop_reason = FinishReason.STOP, detokenizer.stopped
         completion = CompletionOutput(
             index=index,

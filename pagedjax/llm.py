@@ -9,7 +9,9 @@ import itertools
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        priority: int | Sequence[int] = 0,
+        timeout: float | None = None,
     ) -> list[RequestOutput]:
         """Answers one prompt or a list of them; outputs are in input order.
 
@@ -110,12 +114,15 @@ class LLM:
             `cache_salt`, or a list of any of these.
           params: for all, or a list with one for each; None: the model's defaults.
           use_tqdm: show a progress bar; None: on a terminal.
+          priority: for all, or a list with one for each; smaller values run earlier. 0 unless the
+            engine runs with `scheduling_policy="priority"`.
+          timeout: seconds that each may take, in the queue and running; a prompt that takes longer
+            gets what came so far and an error of code "timeout".
 
         A prompt that cannot be served gets an output whose `error` says why; the others run.
         """
         items = _as_list(prompts)
-        each = self._params(params, len(items))
-        return self._run(items, each, use_tqdm)
+        return self._run(self._asks(items, params, priority, timeout), use_tqdm)
 
     def chat(
         self,
@@ -123,12 +130,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        priority: int | Sequence[int] = 0,
+        timeout: float | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them with the model's chat template.
 
         Args:
           messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
-          params, use_tqdm: as for `generate`.
+          params, use_tqdm, priority, timeout: as for `generate`.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise RequestError(
@@ -138,14 +147,13 @@ class LLM:
             )
         first = messages[0] if messages else None
         items: list[Any] = [messages] if isinstance(first, Mapping) else list(messages)
-        each = self._params(params, len(items))
         prompts: list[Any] = []
         for item in items:
             try:
                 prompts.append(self.encode_chat(item))
             except RequestError as error:
                 prompts.append(error)
-        return self._run(prompts, each, use_tqdm)
+        return self._run(self._asks(prompts, params, priority, timeout), use_tqdm)
 
     def encode_chat(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, with the prompt for the answer.
@@ -179,44 +187,70 @@ class LLM:
             )
         return each
 
-    def _run(
-        self, items: list[Any], params: list[SamplingParams], use_tqdm: bool | None
-    ) -> list[RequestOutput]:
+    def _asks(
+        self,
+        items: list[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
+        timeout: float | None,
+    ) -> list[_Ask]:
+        each = zip(
+            items, self._params(params, len(items)), _priorities(priority, len(items)), strict=True
+        )
+        return [_Ask(f"request-{next(self._ids)}", *values, timeout) for values in each]
+
+    def _run(self, asks: list[_Ask], use_tqdm: bool | None) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
-        order = [f"request-{next(self._ids)}" for _ in items]
         show = self._terminal if use_tqdm is None else use_tqdm
         with DeferredInterrupt() as interrupt:
             try:
-                for request_id, item, each in zip(order, items, params, strict=True):
-                    interrupt.check()
-                    try:
-                        self._add(request_id, item, each)
-                    except RequestError as error:
-                        outputs[request_id] = _failed(request_id, item, error)
-                with tqdm(total=len(items), disable=not show, unit="prompt") as bar:
-                    bar.update(len(outputs))
-                    self._drain(frozenset(order), outputs, bar, interrupt)
+                with tqdm(total=len(asks), disable=not show, unit="prompt") as bar:
+                    self._drain(asks, outputs, bar, interrupt)
             except BaseException:  # Ctrl-C too: what was asked here must not run on later
-                for request_id in order:
-                    self.engine.abort(request_id)
+                for ask in asks:
+                    self.engine.abort(ask.request_id)
                 raise
-        return [outputs[request_id] for request_id in order]
+        return [outputs[ask.request_id] for ask in asks]
 
-    def _add(self, request_id: str, item: Any, params: SamplingParams) -> None:
-        if isinstance(item, RequestError):
-            raise item
-        prompt, salt = prompt_fields(item)
-        self.engine.add_request(request_id, prompt, params, cache_salt=salt)
+    def _feed(
+        self,
+        waiting: deque[_Ask],
+        outputs: dict[str, RequestOutput],
+        interrupt: DeferredInterrupt,
+    ) -> None:
+        """Adds what the queue has room for; the answers of what can never run go to `outputs`."""
+        while waiting and self.engine.has_queue_room:
+            interrupt.check()
+            ask = waiting.popleft()
+            try:
+                self._add(ask)
+            except RequestError as error:
+                outputs[ask.request_id] = _failed(ask.request_id, ask.item, error)
+
+    def _add(self, ask: _Ask) -> None:
+        if isinstance(ask.item, RequestError):
+            raise ask.item
+        prompt, salt = prompt_fields(ask.item)
+        self.engine.add_request(
+            ask.request_id,
+            prompt,
+            ask.params,
+            cache_salt=salt,
+            priority=ask.priority,
+            timeout=ask.timeout,
+        )
 
     def _drain(
         self,
-        asked: frozenset[str],
+        asks: list[_Ask],
         outputs: dict[str, RequestOutput],
         bar: Any,
         interrupt: DeferredInterrupt,
     ) -> None:
+        asked, waiting = {ask.request_id for ask in asks}, deque(asks)
         started, generated = time.monotonic(), 0
-        while self.engine.has_unfinished:
+        while waiting or self.engine.has_unfinished:
+            self._feed(waiting, outputs, interrupt)
             interrupt.check()
             for output in self.engine.step():
                 if output.request_id not in asked:  # aborted when an earlier call was interrupted
@@ -225,7 +259,18 @@ class LLM:
                 generated += sum(len(sample.token_ids) for sample in output.outputs)
                 seconds = max(time.monotonic() - started, 1e-9)
                 bar.set_postfix_str(f"{generated / seconds:.1f} tok/s", refresh=False)
-                bar.update()
+            bar.update(len(outputs) - bar.n)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """One prompt on its way to the engine."""
+
+    request_id: str
+    item: Any  # a prompt in any of its forms, or the error that it gave already
+    params: SamplingParams
+    priority: int
+    timeout: float | None
 
 
 class _CompileBar:
@@ -251,6 +296,20 @@ def _as_list(prompts: Any) -> list[Any]:
     items = prompts.tolist() if isinstance(prompts, np.ndarray) else list(prompts)
     is_ids = bool(items) and all(isinstance(item, int) for item in items)
     return [items] if is_ids else items
+
+
+def _priorities(priority: Any, count: int) -> list[Any]:
+    """One for each prompt; the engine checks the values."""
+    if not isinstance(priority, list | tuple):
+        return [priority] * count
+    each: list[Any] = list(priority)
+    if len(each) != count:
+        raise RequestError(
+            f"`priority` must be an integer or a list of as many as prompts ({count}). "
+            f"Got {len(each)}.",
+            param="priority",
+        )
+    return each
 
 
 def _failed(request_id: str, item: Any, error: RequestError) -> RequestOutput:

@@ -40,6 +40,7 @@ class FinishReason(Enum):
     LENGTH = "length"  # max_tokens or max_model_len
     ABORT = "abort"  # cancelled by the caller
     ERROR = "error"  # this request failed; the message says why
+    TIMEOUT = "timeout"  # its `timeout` was over
 
 
 class SequenceStatus(Enum):
@@ -318,7 +319,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop id or string that ended it
-    error: str | None = None  # why, when finish_reason is ERROR
+    error: str | None = None  # why, when finish_reason is ERROR or TIMEOUT
     num_preemptions: int = 0
     output_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     cumulative_logprob: float = 0.0

@@ -121,7 +121,8 @@ class Scheduler:
         """Queues a request and returns its n sequences.
 
         Raises:
-          RequestError: it can never be served as asked, or its id is in use.
+          RequestError: it can never be served as asked, its id is in use, or (code "queue_full")
+            too much waits already.
         """
         if request.request_id in self.roster.requests:
             raise RequestError(
@@ -129,6 +130,7 @@ class Scheduler:
                 param="request_id",
             )
         check_request(request, self.config)
+        self.roster.check_room()
         owner = self.roster.add(request)
         self._num_requests += 1
         return [live.sequence for live in owner.members]
@@ -206,12 +208,18 @@ class Scheduler:
             sequence.stop_reason = stop_reason
             self.roster.close(live, reason)
 
-    def fail(self, target: Sequence | str, message: str) -> None:
+    def fail(
+        self,
+        target: Sequence | str,
+        message: str,
+        *,
+        reason: FinishReason = FinishReason.ERROR,
+    ) -> None:
         """Ends a request, given by its id or one of its sequences, with an error of its own."""
         request_id = target if isinstance(target, str) else target.request.request_id
         owner = self.roster.requests.get(request_id)
         if owner is not None:
-            self.roster.close_all(owner, FinishReason.ERROR, message)
+            self.roster.close_all(owner, reason, message)
 
     def abort(self, request_id: str) -> bool:
         """Cancels a request at any moment; False when no such request is in flight."""

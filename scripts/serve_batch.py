@@ -190,6 +190,30 @@ def _add_engine(made: Parser) -> None:
         help="sequences that share a long prefix read it once (Pallas kernels only)",
     )
     _add_memory_pressure(made)
+    _add_policy(made)
+
+
+def _add_policy(made: Parser) -> None:
+    group = made.add_argument_group("who goes first, and how long")
+    group.add_argument(
+        "--scheduling-policy",
+        metavar="POLICY",
+        help='fcfs (default), in the order of the lines, or priority: by the lines\' "priority", '
+        "smaller numbers first",
+    )
+    group.add_argument(
+        "--priority-ageing",
+        type=float,
+        metavar="S",
+        help="seconds of waiting that make up for one level of priority (default 60)",
+    )
+    group.add_argument(
+        "--request-timeout",
+        type=float,
+        metavar="S",
+        help="seconds that a prompt may take once the engine has it; a line that takes longer gets "
+        'an error of code "timeout" (default: none; "timeout" in a line goes before it)',
+    )
 
 
 def _add_memory_pressure(made: Parser) -> None:
@@ -222,7 +246,8 @@ def main() -> int:
 
     source, output = options.pop("input"), options.pop("output", None)
     model = options.pop("model", "smollm2-135m-instruct")
-    return batch_job.main(source, output, model=model, options=options)
+    timeout = options.pop("request_timeout", None)
+    return batch_job.main(source, output, model=model, options=options, request_timeout=timeout)
 
 
 if __name__ == "__main__":

@@ -51,17 +51,23 @@ class FakeEngine:
     """Repeats the prompt with its case swapped; each request takes as many steps as it has tokens.
 
     Prompts that ask for trouble: "boom" raises when added, "break" fails in the engine, "vanish"
-    is aborted by it, "crash" stops the engine itself.
+    is aborted by it, "linger" runs out of time, "crash" stops the engine itself.
     """
 
     running: dict[str, list[Any]] = field(default_factory=dict)  # id -> [steps left, output, n]
     added: dict[str, tuple[Any, SamplingParams, str | None]] = field(default_factory=dict)
+    asked: dict[str, tuple[int, float | None]] = field(default_factory=dict)  # priority, timeout
     aborted: list[str] = field(default_factory=list)
+    max_queue: int = 10**6
     most_sequences: int = 0
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self.running)
+
+    @property
+    def has_queue_room(self) -> bool:
+        return len(self.running) < self.max_queue
 
     def add_request(
         self,
@@ -70,7 +76,10 @@ class FakeEngine:
         params: SamplingParams,
         *,
         cache_salt: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> None:
+        assert self.has_queue_room
         assert request_id not in self.added, "an id is used once"
         if prompt == "boom":
             raise KeyError("a bug")
@@ -81,6 +90,7 @@ class FakeEngine:
                 param="prompt",
                 code="context_length_exceeded",
             )
+        self.asked[request_id] = (priority, timeout)
         self.added[request_id] = (prompt, params, cache_salt)
         output = self._output(request_id, prompt, ids, params)
         self.running[request_id] = [len(output.outputs[0].token_ids), output, params.n]
@@ -119,6 +129,9 @@ class FakeEngine:
             output.prompt_logprobs = [None, *(entry(i, params.prompt_logprobs) for i in ids[1:])]
         if prompt == "break":
             output.error = RequestError("internal error", code="engine_error")
+        if prompt == "linger":
+            output.outputs[0].finish_reason = "timeout"
+            output.error = RequestError("its time is over", param="timeout", code="timeout")
         if prompt == "vanish":
             output.outputs[0].finish_reason = "abort"
         return output

@@ -397,6 +397,43 @@ def test_failed_prompt_takes_the_rest_of_its_line_along() -> None:
     assert not llm.engine.running
 
 
+# ---------------------------------------------------------------------------------------- policy
+
+
+def test_priority_and_timeout_of_a_line_go_to_the_engine() -> None:
+    llm = FakeLLM()
+    lines = [line("ab", "x", priority=-2, timeout=1.5), line("cd", "y"), line("ef", "z", timeout=9)]
+    run(lines, llm, request_timeout=7.0)
+    assert list(llm.engine.asked.values()) == [(-2, 1.5), (0, 7.0), (0, 9)]
+
+
+def test_a_line_whose_time_is_over_is_an_error_line_with_that_code() -> None:
+    rows, summary = run([line("linger", "x"), line("ab", "y")])
+    error = error_of(rows[0])
+    assert (error["status"], error["code"], error["param"]) == (408, "timeout", "timeout")
+    assert error["message"] == "line 1: its time is over"
+    assert (text_of(rows[1]), summary.failed) == ("AB", 1)
+
+
+def test_a_full_queue_makes_prompts_wait_and_fails_none() -> None:
+    llm = FakeLLM()
+    llm.engine.max_queue = 2
+    rows, summary = run([line(["abc", "d", "ef", "g"], "x"), line("hi", "y"), line("j")], llm)
+    texts = [c["text"] for c in rows[0]["response"]["body"]["choices"]]
+    assert texts == ["ABC", "D", "EF", "G"]
+    assert [text_of(row) for row in rows[1:]] == ["HI", "J"]
+    assert (summary.failed, llm.engine.most_sequences) == (0, 2)
+
+
+def test_prompts_that_wait_for_the_queue_go_with_their_line() -> None:
+    llm = FakeLLM()
+    llm.engine.max_queue = 1
+    rows, _ = run([line(["abcd", "vanish", "never"], "x"), line("ef")], llm)
+    assert error_of(rows[0])["code"] == "engine_error"
+    assert text_of(rows[1]) == "EF"
+    assert "never" not in [prompt for prompt, _, _ in llm.engine.added.values()]
+
+
 # ------------------------------------------------------------------------------------ interruption
 
 

@@ -360,11 +360,22 @@ def test_minus_infinity_is_a_number_in_json() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "why"),
-    [("break", "internal error"), ("vanish", "the request ended early (abort)"), ("fine", None)],
+    [
+        ("break", "internal error"),
+        ("vanish", "the request ended early (abort)"),
+        ("linger", "its time is over"),
+        ("fine", None),
+    ],
 )
 def test_only_stop_and_length_are_answers(prompt: str, why: str | None) -> None:
     engine = FakeEngine()
     engine.add_request("0", prompt, completion().params)
     while not (outputs := engine.step()):
         pass
-    assert failure_of(outputs[0]) == why
+    failure = failure_of(outputs[0])
+    assert (None if failure is None else failure.message) == why
+    if failure is not None:
+        expected = (
+            (408, "timeout", "timeout") if prompt == "linger" else (500, "engine_error", None)
+        )
+        assert (failure.status, failure.code, failure.param) == expected

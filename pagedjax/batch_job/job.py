@@ -13,7 +13,7 @@ import json
 import logging
 import re
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,6 +52,11 @@ class Engine(Protocol):
         """True while `step` has something to do."""
         ...
 
+    @property
+    def has_queue_room(self) -> bool:
+        """False while `add_request` would refuse any request."""
+        ...
+
     def add_request(
         self,
         request_id: str,
@@ -59,6 +64,8 @@ class Engine(Protocol):
         params: SamplingParams,
         *,
         cache_salt: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> None:
         """Queues a request or raises `RequestError`."""
         ...
@@ -151,6 +158,7 @@ def run_batch(
     write: Callable[[str], None],
     *,
     max_in_flight: int = DEFAULT_IN_FLIGHT,
+    request_timeout: float | None = None,
     on_progress: Callable[[Summary], None] = lambda summary: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Summary:
@@ -161,13 +169,21 @@ def run_batch(
       write: takes one whole output line, its newline included.
       max_in_flight: sequences in the engine at once; with the answers that wait for an earlier
         line's (at most 64 Mi characters) they are all that is held in memory.
+      request_timeout: seconds that a prompt may take in the engine, where its body gives no
+        `timeout`; a line with one that takes longer gets an error of code "timeout".
       on_progress: called after every step with the counts so far.
       should_stop: asked after every step; True ends the job, with the answers that there are.
 
     Whatever the engine, `lines` or `write` raises is raised on, after the answers that are ready
     were written.
     """
-    job = BatchJob(llm, write, max_in_flight=max_in_flight, created=int(time.time()))
+    job = BatchJob(
+        llm,
+        write,
+        max_in_flight=max_in_flight,
+        created=int(time.time()),
+        request_timeout=request_timeout,
+    )
     started = time.monotonic()
 
     def advance() -> None:
@@ -201,13 +217,21 @@ class BatchJob:
     """Lines on their way from the input to the output. See `run_batch`."""
 
     def __init__(
-        self, llm: Model, write: Callable[[str], None], *, max_in_flight: int, created: int
+        self,
+        llm: Model,
+        write: Callable[[str], None],
+        *,
+        max_in_flight: int,
+        created: int,
+        request_timeout: float | None = None,
     ) -> None:
         self.summary = Summary()
         self._llm = llm
         self._max_in_flight = max_in_flight
         self._created = created
-        self._seen: dict[str, int] = {}  # key of each custom_id -> the line that has it
+        self._request_timeout = request_timeout
+        self._ids = CustomIds()
+        self._waiting: OrderedDict[str, str | list[int]] = OrderedDict()  # not in the engine yet
         self._running: dict[str, tuple[Line, int]] = {}  # request id -> line, index of the prompt
         self._num_sequences = 0
         self._output = InputOrder(write)
@@ -237,6 +261,7 @@ class BatchJob:
             self._parse(line, raw)
             self._submit(line)
         # Outside the boundary: trouble with the output is not the fault of a line.
+        self._feed()
         self._output.write_ready()
 
     def step(self) -> None:
@@ -246,6 +271,7 @@ class BatchJob:
                 line, index = self._running[output.request_id]
                 with self._boundary(line):
                     self._collect(line, index, output)
+        self._feed()
         self._output.write_ready()
 
     def abandon(self) -> None:
@@ -254,6 +280,7 @@ class BatchJob:
 
     def abort(self) -> None:
         """Cancels what is running."""
+        self._waiting.clear()
         if not self._running:
             return
         for request_id in list(self._running):
@@ -274,11 +301,113 @@ class BatchJob:
 
     def _parse(self, line: Line, raw: bytes) -> None:
         document = parse_json(raw)
-        self._identify(line, document)
+        self._ids.identify(line, document)
         endpoint, body = split_line(document)
         line.request = parse_body(endpoint, body, self._llm.default_params)
 
-    def _identify(self, line: Line, document: Json) -> None:
+    def _submit(self, line: Line) -> None:
+        request = line.request
+        assert request is not None
+        prompts = request.prompts
+        if request.messages is not None:
+            prompts = (self._llm.encode_chat(request.messages),)
+        line.outputs = [None] * len(prompts)
+        for index, prompt in enumerate(prompts):
+            request_id = f"{line.key}-{index}"
+            self._running[request_id] = (line, index)
+            self._num_sequences += request.params.num_sequences
+            self._waiting[request_id] = prompt
+
+    def _feed(self) -> None:
+        """Puts waiting prompts into the engine, as far as its queue has room."""
+        while self._waiting and self._llm.engine.has_queue_room:
+            request_id, prompt = next(iter(self._waiting.items()))
+            line = self._running[request_id][0]
+            with self._boundary(line):
+                self._add(line, request_id, prompt)
+            self._waiting.pop(request_id, None)
+
+    def _add(self, line: Line, request_id: str, prompt: str | list[int]) -> None:
+        request = line.request
+        assert request is not None
+        timeout = self._request_timeout if request.timeout is None else request.timeout
+        self._llm.engine.add_request(
+            request_id,
+            prompt,
+            request.params,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            timeout=timeout,
+        )
+
+    def _collect(self, line: Line, index: int, output: RequestOutput) -> None:
+        request = line.request
+        assert request is not None
+        failure = failure_of(output)
+        if failure is not None:
+            logger.error("line %d failed: %s", line.number, failure.message)
+            self._fail(line, failure.status, failure.message, failure.code, failure.param)
+            return
+        self._forget(output.request_id)
+        line.outputs[index] = output
+        outputs = [output for output in line.outputs if output is not None]
+        if len(outputs) < len(line.outputs):
+            return
+        body = response_body(
+            request,
+            outputs,
+            response_id=line.key,
+            created=self._created,
+            model=self._llm.model_name,
+            tokenizer=self._llm.tokenizer,
+        )
+        self._answer(line, 200, body, None)
+        self.summary.answered += 1
+        self.summary.prompt_tokens += body["usage"]["prompt_tokens"]
+        self.summary.output_tokens += body["usage"]["completion_tokens"]
+
+    def _fail(
+        self, line: Line, status: int, message: str, code: str, param: str | None = None
+    ) -> None:
+        for index in range(len(line.outputs)):
+            request_id = f"{line.key}-{index}"
+            is_waiting = self._waiting.pop(request_id, None) is not None
+            if self._forget(request_id) and not is_waiting:
+                self._llm.engine.abort(request_id)
+        kind = "invalid_request_error" if status == 400 else "server_error"
+        body = error_body(message, param=param, code=code, kind=kind)
+        error = {"code": code, "message": f"line {line.number}: {message}"}
+        self._answer(line, status, body, error)
+        self.summary.failed += 1
+
+    def _forget(self, request_id: str) -> bool:
+        entry = self._running.pop(request_id, None)
+        if entry is None:
+            return False
+        request = entry[0].request
+        assert request is not None
+        self._num_sequences -= request.params.num_sequences
+        return True
+
+    def _answer(self, line: Line, status: int, body: Json, error: Json | None) -> None:
+        """Makes the output line, which is written when its turn comes."""
+        response = {"status_code": status, "request_id": f"req_{line.key}", "body": body}
+        text = _dump({
+            "id": f"batch_req_{line.key}",
+            "custom_id": line.custom_id,
+            "response": response,
+            "error": error,
+        })  # fmt: skip
+        self._output.put(line.number, text)
+
+
+class CustomIds:
+    """The ids of the lines so far; each is given once."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}  # key of each custom_id -> the line that has it
+
+    def identify(self, line: Line, document: Json) -> None:
         """Gives a line its own custom_id, or one after its number where the form needs none."""
         given = document.get("custom_id")
         if given is None and not document.keys() & {"method", "url", "body"}:
@@ -306,79 +435,6 @@ class BatchJob:
             tries += 1
             custom_id = f"line-{number}-{tries}"
         return custom_id
-
-    def _submit(self, line: Line) -> None:
-        request = line.request
-        assert request is not None
-        prompts = request.prompts
-        if request.messages is not None:
-            prompts = (self._llm.encode_chat(request.messages),)
-        line.outputs = [None] * len(prompts)
-        for index, prompt in enumerate(prompts):
-            request_id = f"{line.key}-{index}"
-            self._llm.engine.add_request(
-                request_id, prompt, request.params, cache_salt=request.cache_salt
-            )
-            self._running[request_id] = (line, index)
-            self._num_sequences += request.params.num_sequences
-
-    def _collect(self, line: Line, index: int, output: RequestOutput) -> None:
-        request = line.request
-        assert request is not None
-        failure = failure_of(output)
-        if failure is not None:
-            logger.error("line %d failed: %s", line.number, failure)
-            self._fail(line, 500, failure, "engine_error")
-            return
-        self._forget(output.request_id)
-        line.outputs[index] = output
-        outputs = [output for output in line.outputs if output is not None]
-        if len(outputs) < len(line.outputs):
-            return
-        body = response_body(
-            request,
-            outputs,
-            response_id=line.key,
-            created=self._created,
-            model=self._llm.model_name,
-            tokenizer=self._llm.tokenizer,
-        )
-        self._answer(line, 200, body, None)
-        self.summary.answered += 1
-        self.summary.prompt_tokens += body["usage"]["prompt_tokens"]
-        self.summary.output_tokens += body["usage"]["completion_tokens"]
-
-    def _fail(
-        self, line: Line, status: int, message: str, code: str, param: str | None = None
-    ) -> None:
-        for index in range(len(line.outputs)):
-            if self._forget(f"{line.key}-{index}"):
-                self._llm.engine.abort(f"{line.key}-{index}")
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        body = error_body(message, param=param, code=code, kind=kind)
-        error = {"code": code, "message": f"line {line.number}: {message}"}
-        self._answer(line, status, body, error)
-        self.summary.failed += 1
-
-    def _forget(self, request_id: str) -> bool:
-        entry = self._running.pop(request_id, None)
-        if entry is None:
-            return False
-        request = entry[0].request
-        assert request is not None
-        self._num_sequences -= request.params.num_sequences
-        return True
-
-    def _answer(self, line: Line, status: int, body: Json, error: Json | None) -> None:
-        """Makes the output line, which is written when its turn comes."""
-        response = {"status_code": status, "request_id": f"req_{line.key}", "body": body}
-        text = _dump({
-            "id": f"batch_req_{line.key}",
-            "custom_id": line.custom_id,
-            "response": response,
-            "error": error,
-        })  # fmt: skip
-        self._output.put(line.number, text)
 
 
 class InputOrder:

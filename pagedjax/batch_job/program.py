@@ -29,6 +29,7 @@ from pagedjax.batch_job.job import Summary, run_batch
 from pagedjax.batch_job.lines import read_lines
 from pagedjax.config import EngineConfig
 from pagedjax.errors import PagedJaxError
+from pagedjax.intake import MAX_TIMEOUT
 
 OK, NOT_STARTED, SOME_FAILED, BROKEN_OFF, INTERRUPTED = 0, 2, 3, 70, 130  # exit status
 QUEUE_DEPTH = 4  # x max_num_seqs in the engine: enough waiting ones that no slot is left empty
@@ -42,7 +43,12 @@ class CannotStart(Exception):
 
 
 def main(
-    input_path: str, output_path: str | None, *, model: str, options: Mapping[str, Any]
+    input_path: str,
+    output_path: str | None,
+    *,
+    model: str,
+    options: Mapping[str, Any],
+    request_timeout: float | None = None,
 ) -> int:
     """Answers a file of requests; returns the exit status.
 
@@ -50,10 +56,12 @@ def main(
       output_path: None: standard output. Messages and progress go to standard error always.
       model: what `LLM` takes.
       options: of the engine, see `pagedjax.config.EngineConfig`.
+      request_timeout: see `run_batch`.
     """
     with ExitStack() as stack:
         try:
             EngineConfig.from_options(options)
+            _check_timeout(request_timeout)
             source = stack.enter_context(_open_input(input_path))
             output = stack.enter_context(_Output(input_path, output_path))
             stack.enter_context(_log_to_stderr())
@@ -70,10 +78,17 @@ def main(
         except KeyboardInterrupt:
             _say("interrupted before the first line was read")
             return INTERRUPTED
-        return _answer(llm, source, output)
+        return _answer(llm, source, output, request_timeout)
 
 
-def _answer(llm: Any, source: BinaryIO, output: _Output) -> int:
+def _check_timeout(seconds: float | None) -> None:
+    if seconds is not None and not 0.0 < seconds <= MAX_TIMEOUT:
+        raise CannotStart(
+            f"--request-timeout must be seconds in (0, {MAX_TIMEOUT:g}]. Got {seconds:g}."
+        )
+
+
+def _answer(llm: Any, source: BinaryIO, output: _Output, request_timeout: float | None) -> int:
     try:
         with _Progress(_count_lines(source)) as progress, _interrupt_flag() as flag:
             summary = run_batch(
@@ -81,6 +96,7 @@ def _answer(llm: Any, source: BinaryIO, output: _Output) -> int:
                 read_lines(source),
                 output.write,
                 max_in_flight=QUEUE_DEPTH * llm.report.max_num_seqs,
+                request_timeout=request_timeout,
                 on_progress=progress,
                 should_stop=flag.is_set,
             )

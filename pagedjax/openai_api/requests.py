@@ -39,7 +39,8 @@ SAMPLING = frozenset({
 
 # Parameters that are read here.
 OWN = frozenset({
-    "cache_salt", "logprobs", "model", "return_token_ids", "return_tokens_as_token_ids",
+    "cache_salt", "logprobs", "model", "priority", "return_token_ids",
+    "return_tokens_as_token_ids", "timeout",
 })  # fmt: skip
 OWN_OF = {
     Endpoint.COMPLETIONS: frozenset({"echo", "prompt"}),
@@ -54,7 +55,6 @@ HARMLESS = frozenset({
 # Known and not supported -> the values that ask for nothing (null never asks for anything).
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
-    "priority": (0,),
     "response_format": ({"type": "text"},),
     "stream": (False,),
     "stream_options": (),
@@ -97,6 +97,8 @@ class ApiRequest:
       model: the name that the caller gave, or None.
       max_logprobs: likeliest tokens to show beside each token; None: no logprobs at all.
       echo: completions: the prompt comes before the answer.
+      priority: smaller values run earlier, where the engine orders by priority.
+      timeout: seconds that each prompt may take, or None: as the server has it.
       only_prompt: with `echo` and `max_tokens` 0: the one token that is generated is not shown.
     """
 
@@ -112,6 +114,8 @@ class ApiRequest:
     only_prompt: bool
     return_token_ids: bool
     tokens_as_ids: bool
+    priority: int = 0
+    timeout: float | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -160,6 +164,8 @@ def parse_body(endpoint: Endpoint, body: Any, defaults: Mapping[str, Any]) -> Ap
         only_prompt=only_prompt,
         return_token_ids=_flag(given, "return_token_ids"),
         tokens_as_ids=_flag(given, "return_tokens_as_token_ids"),
+        priority=given.get("priority", 0),  # these two are checked by the engine, which says how
+        timeout=given.get("timeout"),
     )
     _check_totals(request)
     return request

@@ -9,8 +9,10 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from pagedjax.errors import RequestError
 from pagedjax.openai_api.requests import ApiRequest, Endpoint
 from pagedjax.request import (
     CompletionOutput,
@@ -75,15 +77,27 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def failure_of(output: RequestOutput) -> str | None:
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a finished output is no answer, in the words of an error body."""
+
+    message: str
+    status: int = 500  # of HTTP
+    code: str = "engine_error"
+    param: str | None = None
+
+
+def failure_of(output: RequestOutput) -> Failure | None:
     """Why a finished output cannot be shown as an answer; None when it can."""
+    if isinstance(output.error, RequestError) and output.error.code == "timeout":
+        return Failure(str(output.error), 408, "timeout", "timeout")
     if output.error is not None:
-        return str(output.error)
+        return Failure(str(output.error))
     shown = (FinishReason.STOP.value, FinishReason.LENGTH.value)  # all that OpenAI's schema lists
     for sample in output.outputs:
         if sample.finish_reason not in shown:
-            return f"the request ended early ({sample.finish_reason})"
-    return None if output.outputs else "the request ended without an answer"
+            return Failure(f"the request ended early ({sample.finish_reason})")
+    return None if output.outputs else Failure("the request ended without an answer")
 
 
 def _usage(request: ApiRequest, outputs: Sequence[RequestOutput]) -> Json:

@@ -55,6 +55,11 @@ def _check_places(roster: Roster) -> None:
         keys = [live.key for live in queue]
         if any(a >= b for a, b in pairwise(keys)):
             raise IntegrityError(f"{name} must be ordered by age. Got {keys}.")
+    queued = [owner.request for owner in roster.requests.values() if not owner.was_admitted]
+    expected = (len(queued), sum(len(request.prompt_token_ids) for request in queued))
+    found = (roster.num_queued_requests, roster.num_queued_tokens)
+    if found != expected:
+        raise IntegrityError(f"{expected} requests and tokens never ran. Counted {found}.")
     places = Counter(live.key for live in [*roster.waiting, *roster.running])
     for request_id, owner in roster.requests.items():
         if not owner.members or owner.request.request_id != request_id:

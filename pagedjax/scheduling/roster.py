@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from pagedjax.config import SchedulerConfig
-from pagedjax.errors import IntegrityError
+from pagedjax.errors import IntegrityError, RequestError
 from pagedjax.paging import PrefixCache
 from pagedjax.request import FinishReason, Request, Sequence, SequenceStatus
 from pagedjax.scheduling.adjustments import Adjustments
@@ -26,6 +26,8 @@ class Roster:
       waiting, running: by key, (rank, arrival, sample). Of a request that has not forked only the
         first sequence is in either; it stands for the others.
       free_slots: ascending.
+      num_queued_requests, num_queued_tokens: requests that never ran, and their prompt tokens.
+        What was preempted waits too, but the queue's limits are about newcomers.
     """
 
     def __init__(self, config: SchedulerConfig, allocator: JournaledAllocator, cache: PrefixCache):
@@ -35,9 +37,30 @@ class Roster:
         self.waiting: list[LiveSequence] = []
         self.running: list[LiveSequence] = []
         self.free_slots = list(range(config.max_num_seqs))
+        self.num_queued_requests = self.num_queued_tokens = 0
         self._config = config
         self._allocator = allocator
         self._cache = cache
+
+    @property
+    def has_room(self) -> bool:
+        """True while the limits of the queue let a newcomer in, however long it is."""
+        most_requests = self._config.max_queue_requests
+        most_tokens = self._config.max_queue_tokens
+        return (most_requests is None or self.num_queued_requests < most_requests) and (
+            most_tokens is None or self.num_queued_tokens < most_tokens
+        )
+
+    def check_room(self) -> None:
+        """Raises `RequestError` of code "queue_full" when there is no room."""
+        if not self.has_room:
+            raise RequestError(
+                "the queue must have room for a request: `max_queue_requests` is "
+                f"{self._config.max_queue_requests}, `max_queue_tokens` "
+                f"{self._config.max_queue_tokens}. Got {self.num_queued_requests} requests with "
+                f"{self.num_queued_tokens} prompt tokens that wait already. Try again later.",
+                code="queue_full",
+            )
 
     def add(self, request: Request) -> LiveRequest:
         """Queues a checked request."""
@@ -45,6 +68,7 @@ class Roster:
         self.requests[request.request_id] = owner
         self.live.update({member.sequence: member for member in owner.members})
         insort(self.waiting, owner.members[0], key=_key)
+        self._count_queued(owner, 1)
         return owner
 
     def enter(self, live: LiveSequence, slot: int, num_computed_tokens: int) -> None:
@@ -56,6 +80,7 @@ class Roster:
         if owner.was_admitted:
             return
         owner.was_admitted = True
+        self._count_queued(owner, -1)
         for member in owner.members:
             member.sequence.num_cached_tokens = num_computed_tokens
         if owner.may_read_cache(sequence) and self._cache.enabled:
@@ -90,6 +115,8 @@ class Roster:
         sequence.finish_reason = reason
         if not owner.members:
             del self.requests[sequence.request.request_id]
+            if not owner.was_admitted:
+                self._count_queued(owner, -1)
         elif was_leader:  # the prompt is left to the next of its samples
             insort(self.waiting, owner.members[0], key=_key)
 
@@ -102,6 +129,10 @@ class Roster:
             live.sequence.error = error
             self.close(live, reason)
         return ended
+
+    def _count_queued(self, owner: LiveRequest, sign: int) -> None:
+        self.num_queued_requests += sign
+        self.num_queued_tokens += sign * len(owner.request.prompt_token_ids)
 
     def _leave(self, live: LiveSequence) -> None:
         """Out of running: its slot is free, and results in flight are void."""
