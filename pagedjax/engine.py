@@ -6,6 +6,7 @@ of its own, so that a bad one harms nobody else.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from pagedjax.throughput import ThroughputLog
 from pagedjax.tokenizer import Tokenizer
 
 logger = logging.getLogger("pagedjax")
+
+_PREFIX_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 
 
 class Runner(Protocol):
@@ -151,9 +154,54 @@ class LLMEngine:
         self._end_finished([live])
         return True
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False, and nothing changed, while requests use some."""
-        return self.scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
+        """Forgets all cached prefixes, pinned ones too.
+
+        Args:
+          reset_running: take their pages from the requests that run, which compute them again.
+
+        Returns:
+          False, and nothing changed, while requests use pages.
+        """
+        return self.scheduler.reset_prefix_cache(reset_running=reset_running)
+
+    def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
+        """Keeps the full pages of a prompt in the prefix cache until `unpin_prefix`.
+
+        What is missing of them is computed now, beside the requests in flight; those that end
+        meanwhile are returned by the next `step`. Resetting the prefix cache unpins everything.
+
+        Args:
+          prompt: what requests will begin with. Of a text, the last tokens may be others when more
+            text follows.
+          cache_salt: of those requests.
+
+        Returns:
+          how many tokens are pinned: a whole number of pages, 0 for a shorter prompt.
+
+        Raises:
+          RequestError: the prompt is wrong, or could not be computed.
+          CapacityError: what is left could not hold a request of `max_model_len` any more.
+          ConfigError: there is no prefix cache.
+        """
+        pins = self.scheduler.pins
+        prefix, salt = self.intake.prefix(prompt, cache_salt)
+        prefix = pins.prefix_of(prefix)
+        if not prefix:
+            return 0
+        pins.check(prefix, salt)
+        if not pins.pin(prefix, salt):
+            self._compute(prefix, salt)
+            if not pins.pin(prefix, salt):
+                raise RequestError("`prompt` could not be cached. Try again.", param="prompt")
+        return len(prefix)
+
+    def unpin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
+        """Takes back `pin_prefix` of the same prompt; returns how many tokens that were, or 0."""
+        pins = self.scheduler.pins
+        prefix, salt = self.intake.prefix(prompt, cache_salt)
+        prefix = pins.prefix_of(prefix)
+        return len(prefix) if pins.unpin(prefix, salt) else 0
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when an invariant of pages, queues or requests is broken."""
@@ -163,6 +211,24 @@ class LLMEngine:
                 raise IntegrityError(f"request {request_id!r} ended but is still in flight.")
         if not self._live:
             self.scheduler.assert_empty()
+
+    def _compute(self, prompt: tuple[int, ...], salt: str | None) -> None:
+        """Runs a request of this engine's own until its prompt is in the prefix cache."""
+        names = (f"prefix-{i}" for i in itertools.count())
+        request_id = next(name for name in names if name not in self._live)
+        self.add_request(request_id, prompt, _PREFIX_PARAMS, cache_salt=salt)
+        others: list[RequestOutput] = []
+        own: list[RequestOutput] = []
+        try:
+            while not own:
+                for output in self.step():
+                    (own if output.request_id == request_id else others).append(output)
+        finally:
+            if self.abort(request_id):  # a step raised
+                self._ended = [o for o in self._ended if o.request_id != request_id]
+            self._ended[:0] = others
+        if own[0].error is not None:
+            raise own[0].error
 
     def _advance(self, sequences: list[Sequence]) -> None:
         now = self._clock()

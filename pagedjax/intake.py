@@ -77,6 +77,10 @@ class Intake:
             timeout=_checked_timeout(timeout),
         )
 
+    def prefix(self, prompt: Prompt, cache_salt: str | None) -> tuple[tuple[int, ...], str | None]:
+        """Checked token ids and salt of what requests will begin with; raises `RequestError`."""
+        return self.token_ids(prompt), _checked_salt(cache_salt)
+
     def token_ids(self, prompt: Any) -> tuple[int, ...]:
         """Token ids of a prompt in any of its forms; raises `RequestError`."""
         if isinstance(prompt, str):

@@ -155,6 +155,24 @@ class LLM:
                 prompts.append(error)
         return self._run(self._asks(prompts, params, priority, timeout), use_tqdm)
 
+    def pin_prefix(self, prompt: Any, *, cache_salt: str | None = None) -> int:
+        """Keeps a prompt's full pages in the prefix cache; see `LLMEngine.pin_prefix`.
+
+        Args:
+          prompt: one prompt in a form that `generate` takes; of a chat, what `encode_chat` gives.
+          cache_salt: of the requests that begin with it, unless the prompt has one.
+
+        Returns:
+          how many tokens are pinned.
+        """
+        prompt, salt = prompt_fields(prompt)
+        return self.engine.pin_prefix(prompt, cache_salt=cache_salt if salt is None else salt)
+
+    def unpin_prefix(self, prompt: Any, *, cache_salt: str | None = None) -> int:
+        """Takes back `pin_prefix` of the same prompt; returns how many tokens that were, or 0."""
+        prompt, salt = prompt_fields(prompt)
+        return self.engine.unpin_prefix(prompt, cache_salt=cache_salt if salt is None else salt)
+
     def encode_chat(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, with the prompt for the answer.
 

@@ -29,6 +29,7 @@ from pagedjax.scheduling.adjustments import BanState
 from pagedjax.scheduling.draft import StepDraft
 from pagedjax.scheduling.journal import JournaledAllocator
 from pagedjax.scheduling.live import LiveSequence, check_request
+from pagedjax.scheduling.pins import PinnedPrefix, Pins
 from pagedjax.scheduling.plan_builder import PlanBuilder
 from pagedjax.scheduling.result_reader import Readback, ResultReader
 from pagedjax.scheduling.roster import Roster
@@ -49,6 +50,7 @@ class SchedulerStats:
     prefix_hit_tokens: int
     num_pages: int  # that can be used
     num_held_pages: int  # of those, now
+    pinned: tuple[PinnedPrefix, ...] = ()  # prefixes that are held for later requests
 
     @property
     def kv_usage(self) -> float:
@@ -79,6 +81,7 @@ class Scheduler:
             root=prefix_cache_root,
             enabled=config.enable_prefix_caching,
         )
+        self.pins = Pins(config, self.allocator, self.prefix_cache)
         self.roster = Roster(config, self.allocator, self.prefix_cache)
         self._builder = PlanBuilder(config)
         self._reader = ResultReader(
@@ -115,6 +118,7 @@ class Scheduler:
             prefix_hit_tokens=hits.num_hit_tokens,
             num_pages=self.allocator.usable,
             num_held_pages=self.allocator.num_held,
+            pinned=self.pins.listing,
         )
 
     def add_request(self, request: Request) -> list[Sequence]:
@@ -229,19 +233,32 @@ class Scheduler:
         self.roster.close_all(owner, FinishReason.ABORT)
         return True
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False, and nothing changed, while a sequence has pages."""
+    def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
+        """Forgets all cached prefixes, pinned ones too.
+
+        Args:
+          reset_running: preempt what runs, to be computed again; results in flight are void.
+
+        Returns:
+          False, and nothing changed, while a sequence has pages.
+        """
+        if reset_running:
+            self.roster.preempt_all()
+        if self.roster.running:
+            return False
+        if self.pins.clear():
+            logger.info("the prefix cache was reset: nothing is pinned any more")
         return self.prefix_cache.reset()
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when pages, queues, slots and sequences do not agree."""
         integrity.check_integrity(
-            self.config, self.allocator, self.prefix_cache, self.roster, self._builder
+            self.config, self.allocator, self.prefix_cache, self.roster, self._builder, self.pins
         )
 
     def assert_empty(self) -> None:
         """Raises `IntegrityError` when anything is left of the requests that ended."""
-        integrity.check_empty(self.config, self.allocator, self.roster)
+        integrity.check_empty(self.config, self.allocator, self.roster, self.pins)
 
     def _take_pages(self, draft: StepDraft, slots: Mapping[LiveSequence, int]) -> list[PageCopy]:
         """Does with pages what the draft decided; inside a transaction."""

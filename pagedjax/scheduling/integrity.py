@@ -13,6 +13,7 @@ from pagedjax.errors import IntegrityError
 from pagedjax.paging import PageAllocator, PrefixCache
 from pagedjax.request import SequenceStatus
 from pagedjax.scheduling.live import LiveSequence
+from pagedjax.scheduling.pins import Pins
 from pagedjax.scheduling.plan_builder import PlanBuilder
 from pagedjax.scheduling.roster import Roster
 
@@ -23,9 +24,11 @@ def check_integrity(
     cache: PrefixCache,
     roster: Roster,
     builder: PlanBuilder,
+    pins: Pins,
 ) -> None:
     """Raises `IntegrityError` with the facts when two records of the same thing differ."""
-    allocator.check_integrity([live.table.pages for live in roster.live.values()])
+    tables = [live.table.pages for live in roster.live.values()]
+    allocator.check_integrity([*tables, *pins.pages])
     cache.check_integrity()
     _check_places(roster)
     _check_slots(config, roster)
@@ -36,7 +39,9 @@ def check_integrity(
             _check_waiting(live)
 
 
-def check_empty(config: SchedulerConfig, allocator: PageAllocator, roster: Roster) -> None:
+def check_empty(
+    config: SchedulerConfig, allocator: PageAllocator, roster: Roster, pins: Pins
+) -> None:
     """Raises `IntegrityError` when anything is left of the requests that ended."""
     left = (len(roster.requests), len(roster.live), len(roster.waiting), len(roster.running))
     if any(left):
@@ -45,8 +50,10 @@ def check_empty(config: SchedulerConfig, allocator: PageAllocator, roster: Roste
         )
     if roster.free_slots != list(range(config.max_num_seqs)):
         raise IntegrityError(f"all slots must be free. Got {roster.free_slots}.")
-    if allocator.num_held:
-        raise IntegrityError(f"no page must be held. Got {allocator.num_held}.")
+    if allocator.num_held != pins.num_pages:
+        raise IntegrityError(
+            f"only the {pins.num_pages} pinned pages must be held. Got {allocator.num_held}."
+        )
 
 
 def _check_places(roster: Roster) -> None:

@@ -129,7 +129,7 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
         "bad_words": [token for word in request.bad_sequences for token in word],
     }
     for name, tokens in ids.items():
-        _check_ids(name, tokens, config.vocab_size)
+        check_ids(name, tokens, config.vocab_size)
     if not all(request.bad_sequences):
         raise RequestError("`bad_words` must hold no empty word. Got one.", param="bad_words")
     adjustments = Adjustments.of(request, config.vocab_size)
@@ -142,7 +142,8 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
         )
 
 
-def _check_ids(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+def check_ids(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+    """Raises `RequestError` for token ids that are not in the vocabulary."""
     low, high = min(tokens, default=0), max(tokens, default=0)
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high

@@ -100,6 +100,13 @@ class Roster:
         live.sequence.status = SequenceStatus.WAITING
         insort(self.waiting, live, key=_key)
 
+    def preempt_all(self) -> None:
+        """Takes all that runs back to waiting, to be computed again."""
+        for live in list(self.running):
+            live.table.release()
+            self.requeue(live)
+            live.sequence.num_preemptions += 1
+
     def close(self, live: LiveSequence, reason: FinishReason) -> None:
         """Ends a sequence and frees all that it holds. It is in `live` once, so it ends once."""
         sequence, owner = live.sequence, live.owner
