@@ -87,10 +87,9 @@ class InFlight:
     def lateness(self) -> str:
         """What to say when its timeout is over."""
         num_tokens = sum(sequence.num_output_tokens for sequence in self.sequences)
-        ran = "was running" if num_tokens else "had generated nothing yet"
         return (
-            f"the request's `timeout` of {self.request.timeout:g} s is over: it {ran}, with "
-            f"{num_tokens} tokens so far"
+            f"the request's `timeout` of {self.request.timeout:g} s is over: {num_tokens} tokens "
+            "were generated"
         )
 
     def failed_output(self) -> RequestOutput:
