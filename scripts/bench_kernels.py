@@ -18,7 +18,7 @@ import datetime
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,15 @@ import jax.numpy as jnp  # noqa: E402
 
 from pallas_kernels import attention_plan, tuning  # noqa: E402
 from pallas_kernels.attention_plan import Problem  # noqa: E402
-from pallas_kernels.paged_attention import best_implementation  # noqa: E402
+from pallas_kernels.paged_attention import MAX_PAGE_SIZE, best_implementation  # noqa: E402
 from pallas_kernels.tuning import KernelConfig  # noqa: E402
 from scripts import kernel_timing  # noqa: E402
 from scripts.kernel_timing import QUANTISED, Device, Sizes, q_dtype  # noqa: E402
 
 OPERATIONS = ("decode", "prefill", "write_kv", "copy_pages")
+IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu", "xla")
+DTYPES = ("bfloat16", "float16", "float32", *QUANTISED)
+MOST = 2**31 - 1  # of a size on the command line
 SWEPT: dict[str, tuple[Any, ...]] = {
     "kv_tile": (32, 64, 128),
     "stages": (2, 3, 4),
@@ -232,36 +235,50 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
-    def names(text: str) -> list[str]:
-        return text.split(",")
+    def names(known: Sequence[str]) -> Callable[[str], list[str]]:
+        def parse(text: str) -> list[str]:
+            values = text.split(",")
+            if not set(values) <= set(known):
+                raise argparse.ArgumentTypeError(f"must be of {', '.join(known)}. Got {text!r}.")
+            return values
+
+        return parse
 
     def numbers(text: str) -> list[int]:
-        values = [int(part) for part in text.split(",")]
-        if min(values) < 1:
-            raise argparse.ArgumentTypeError(f"must be positive integers. Got {text}.")
-        return values
+        return [number(part) for part in text.split(",")]
+
+    def number(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) < 12 and 1 <= int(text) <= MOST):
+            raise argparse.ArgumentTypeError(f"must be from 1 to {MOST}. Got {text[:20]!r}.")
+        return int(text)
 
     small = jax.default_backend() == "cpu"
-    parser.add_argument("--operations", type=names, default=list(OPERATIONS))
-    parser.add_argument("--implementation", type=names, help="default: the kernels, and xla")
+    parser.add_argument("--operations", type=names(OPERATIONS), default=list(OPERATIONS))
+    parser.add_argument(
+        "--implementation", type=names(IMPLEMENTATIONS), help="default: the kernels, and xla"
+    )
     parser.add_argument("--batch", type=numbers, default=[2] if small else [1, 8, 64, 256])
     parser.add_argument("--context", type=numbers, default=[256] if small else [1024, 8192, 32768])
     parser.add_argument("--page-size", type=numbers, default=[16] if small else [16, 64])
-    parser.add_argument("--dtype", type=names, default=["bfloat16"], help="of the pool")
+    parser.add_argument("--dtype", type=names(DTYPES), default=["bfloat16"], help="of the pool")
     parser.add_argument("--heads", type=numbers, default=[32, 8], help="query,kv heads")
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-dim", type=number, default=128)
     parser.add_argument("--sweep", action="store_true", help="try tile sizes")
     parser.add_argument("--save", action="store_true", help="with --sweep: keep the fastest")
     args = parser.parse_args(arguments)
-    unknown = sorted(set(args.operations) - set(OPERATIONS))
-    if unknown:
-        parser.error(f"`--operations` must be of {', '.join(OPERATIONS)}. Got {unknown}.")
+    sizes = [size for size in args.page_size if size > MAX_PAGE_SIZE or size & (size - 1)]
+    if sizes:
+        parser.error(f"`--page-size` must be powers of two up to {MAX_PAGE_SIZE}. Got {sizes}.")
     if len(args.heads) != 2 or args.heads[0] % args.heads[1]:
         parser.error(
             f"`--heads` must be query heads, a multiple of the kv heads. Got {args.heads}."
         )
-    if args.sweep and set(args.operations) - {"decode", "prefill"}:
+    if args.save and not args.sweep:
+        parser.error("`--save` must be used with `--sweep`. Got it alone.")
+    if args.sweep:
         args.operations = [name for name in args.operations if name in ("decode", "prefill")]
+        if not args.operations:
+            parser.error("`--sweep` must be of decode or prefill. Got other `--operations`.")
     return args
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +117,33 @@ def _fields(entry: Entry) -> dict[str, Any]:
     return {name: getattr(entry, name) for name in entry.__dataclass_fields__}
 
 
-@pytest.mark.parametrize("arguments", ["--operations fly", "--heads 3,2", "--batch 0"])
-def test_wrong_usage_is_refused(arguments: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--operations fly", "--operations: must be of decode, prefill, write_kv, copy_pages. Got"),
+        ("--dtype nonsense", "--dtype: must be of bfloat16, .*, int8. Got 'nonsense'"),
+        ("--dtype bfloat16,", "--dtype: must be of .* Got 'bfloat16,'"),
+        ("--implementation triton", "--implementation: must be of mosaic_gpu, mosaic_tpu, xla"),
+        ("--heads 3,2", "`--heads` must be query heads, a multiple of the kv heads"),
+        ("--heads 4", "`--heads` must be query heads"),
+        ("--batch 0", "--batch: must be from 1 to 2147483647. Got '0'"),
+        ("--batch 1,x", "--batch: must be from 1 to .* Got 'x'"),
+        ("--context 1.5", "--context: must be from 1 to"),
+        ("--context 99999999999999999999", "--context: must be from 1 to"),
+        ("--head-dim 0", "--head-dim: must be from 1 to"),
+        ("--page-size 24", r"`--page-size` must be powers of two up to 256. Got \[24\]"),
+        ("--page-size 16,512", r"`--page-size` must be .* Got \[512\]"),
+        ("--save", "`--save` must be used with `--sweep`"),
+        ("--sweep --operations write_kv", "`--sweep` must be of decode or prefill"),
+    ],
+)
+def test_wrong_usage_is_refused(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         bench_kernels.main([*arguments.split()])
     assert stopped.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_sweep_needs_a_device_with_kernels() -> None:
