@@ -121,6 +121,60 @@ def copy(
     return jax.tree.map(copied, kv_cache)
 
 
+def gather(
+    kv_cache: KVCache, page_ids: jax.Array, *, implementation: str | None = None
+) -> tuple[jax.Array, ...]:
+    """Copies pages of all layers out of the pools, for swapping out.
+
+    Args:
+      page_ids: i32[n], clamped to the pool.
+      implementation: of attention; with a kernel, the best way to read pages on its chip.
+
+    Returns:
+      (pages [n, num_layers, 2, num_kv_heads, page_size, head_dim] in the pool's dtype,), and of a
+      quantised cache (pages, scales f32[n, num_layers, 2, num_kv_heads, page_size]).
+    """
+
+    def gathered(pools: tuple[jax.Array, ...]) -> jax.Array:
+        name = _updates(implementation)
+        layers = [
+            pallas_kernels.gather_pages(pool, page_ids, implementation=name) for pool in pools
+        ]
+        return jnp.stack(layers, axis=1)
+
+    return tuple(gathered(pools) for pools in _groups(kv_cache))
+
+
+def scatter(
+    kv_cache: KVCache,
+    page_ids: jax.Array,
+    pages: tuple[jax.Array, ...],
+    *,
+    implementation: str | None = None,
+) -> KVCache:
+    """**DONATES** under jit. Puts pages of all layers into the pools, for swapping in.
+
+    Args:
+      page_ids: i32[n]; an entry outside [0, num_pages) is dropped. Live entries must differ.
+      pages: as `gather` returns them.
+      implementation: as for `gather`.
+    """
+    name = _updates(implementation)
+    groups = [
+        tuple(
+            pallas_kernels.scatter_pages(pool, page_ids, new[:, layer], implementation=name)
+            for layer, pool in enumerate(pools)
+        )
+        for pools, new in zip(_groups(kv_cache), pages, strict=True)
+    ]
+    return KVCache(*groups)
+
+
+def _groups(kv_cache: KVCache) -> tuple[tuple[jax.Array, ...], ...]:
+    """The pools, and the scales if there are any."""
+    return tuple(group for group in (kv_cache.kv_pages, kv_cache.kv_scales) if group is not None)
+
+
 def _updates(implementation: str | None) -> str | None:
     """Plain XLA stays plain; beside a kernel for attention, the best that the chip has."""
     return "xla" if implementation in ("xla", "reference") else None

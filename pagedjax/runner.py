@@ -3,27 +3,29 @@
 The only file with `jax.jit`. A step is one packed transfer in, a compiled forward pass that
 donates the cache, a compiled sampler that donates its state, and one readback. They are two
 programs because a sampler serves many buckets, and compiling costs seconds. All are compiled ahead
-of time: after `warm_up` an unknown shape is an error, never a compilation. Knows nothing of
-requests or queues.
+of time: after `warm_up` an unknown shape is an error, never a compilation. What a step that raised
+took with it, `recover` makes anew. Knows nothing of requests or queues.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagedjax import host_pool, sampling
 from pagedjax import kv_cache as kv_caches
-from pagedjax import sampling
 from pagedjax.attention import Batch
 from pagedjax.config import SchedulerConfig
+from pagedjax.host_pool import HostPool, MovePrograms
 from pagedjax.kv_cache import KVCache
 from pagedjax.models.contract import FlatModel
 from pagedjax.plan import (
@@ -35,6 +37,7 @@ from pagedjax.plan import (
     StepPlan,
     StepResult,
 )
+from pagedjax.rates import MovingMedian, Rates
 
 type Progress = Callable[[int, int], None]  # (done, total) compiled programs
 
@@ -129,14 +132,27 @@ class ModelRunner:
         self._samplers: dict[int, Callable[..., Any]] = {}
         self._copy: Callable[[KVCache, Any], KVCache] | None = None
         self._set_row: Callable[..., Any] | None = None
-        self.kv_cache = _new_cache(model, config, cache_dtype, head_dim or model.head_dim)
+        self._new_cache = functools.partial(
+            _new_cache, model, config, cache_dtype, head_dim or model.head_dim
+        )
+        self.kv_cache = self._new_cache()
         self._sampler = sampling.init_state(config.max_num_seqs, model.vocab_size)
+        self.host_pool = HostPool(config.num_host_pages, self.kv_cache)
+        self._seconds_per_token = MovingMedian()
 
     @property
     def num_compiled(self) -> int:
-        """Programs compiled so far: a forward pass for each bucket, samplers, updates."""
+        """Programs compiled so far: a forward pass for each bucket, samplers, updates, moves."""
         updates = (self._copy is not None) + (self._set_row is not None)
-        return len(self._forwards) + len(self._samplers) + updates
+        moves = 2 * len(self.host_pool.programs)
+        return len(self._forwards) + len(self._samplers) + updates + moves
+
+    @property
+    def rates(self) -> Rates:
+        """What a page's way and a token's computation took lately."""
+        host = self.host_pool
+        per_token = self._seconds_per_token.value
+        return Rates(host.seconds_out.value, host.seconds_in.value, per_token)
 
     def layout(self, bucket: int) -> PackedLayout:
         """How a plan of this bucket is packed."""
@@ -146,11 +162,12 @@ class ModelRunner:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compiles every bucket's forward pass, the samplers and the updates; runs each once."""
         buckets = self._config.buckets
-        widths = sorted({self._sampler_width(bucket) for bucket in buckets})
+        widths = sorted({_sampler_width(self._config, bucket) for bucket in buckets})
+        lower_sampler = functools.partial(_lower_sampler, self._sampler, self.model.vocab_size)
         # The largest first: two threads then end at about the same time.
         jobs: list[tuple[dict[int, Any], int, Callable[[int], jax.stages.Lowered]]] = [
             *((self._forwards, bucket, self.lower_forward) for bucket in reversed(buckets)),
-            *((self._samplers, width, self._lower_sampler) for width in widths),
+            *((self._samplers, width, lower_sampler) for width in widths),
         ]
         lowered = [lower(key) for _, key, lower in jobs]
         with ThreadPoolExecutor(2) as pool:  # XLA compiles one program mostly on one thread
@@ -162,8 +179,15 @@ class ModelRunner:
                 if progress:
                     progress(done, len(jobs))
         self._compile_updates()
+        if self._config.num_host_pages:
+            implementation = self._static["implementation"]
+            programs = _compile_moves(self.host_pool.widths, self.kv_cache, implementation)
+            self.host_pool.programs = programs
+            self.kv_cache = self.host_pool.rehearse(self.kv_cache)
         for bucket in buckets:
-            self._call(bucket, self._idle(bucket))
+            started = time.perf_counter()
+            jax.block_until_ready(self._call(bucket, self._idle(bucket)))
+            self._note_time(bucket, bucket, started)
 
     def temp_bytes(self, bucket: int) -> int:
         """Temporary device memory of one forward pass of this bucket, by the compiler's account."""
@@ -175,24 +199,65 @@ class ModelRunner:
         layout = self.layout(bucket)
         max_q_len = 1 if self._config.is_decode_bucket(bucket) else None
         static = {**self._static, "max_q_len": max_q_len}
-        neutral = np.tile(_neutral_row(self._config), (self._sampler_width(bucket), 1))
+        width = _sampler_width(self._config, bucket)
+        neutral = np.tile(_neutral_row(self._config), (width, 1))
         forward = functools.partial(_forward, self.model.merge, layout, static, neutral)
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
         jitted = jax.jit(forward, donate_argnums=1)
         return jitted.lower(self.model.leaves, self.kv_cache, packed)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Runs one step: page copies, row updates, then the model and the sampler.
+        """Runs one step: swaps, page copies, row updates, then the model and the sampler.
+
+        While the device computes, pages that were swapped out are filed in the host pool.
 
         Raises:
           KeyError: the plan's bucket was not warmed up.
+          TransferError: pages could not be swapped in; nothing else was done.
         """
+        started = time.perf_counter()
+        is_swapping = bool(plan.swaps_out or plan.swaps_in)
+        if is_swapping:
+            caches = self.host_pool.swap(self.kv_cache, plan.swaps_out, plan.swaps_in)
+            for self.kv_cache in caches:
+                pass  # each batch donates the pools: the handle has to go along
         if plan.copies:
             self._run_copies(plan.copies)
         for update in plan.row_updates:
             self._run_row_update(update)
         packed = self.layout(plan.bucket).pack(plan)
-        return _unpack_result(np.asarray(self._call(plan.bucket, packed)))
+        dispatched = self._call(plan.bucket, packed)
+        self.host_pool.drain()
+        result = _unpack_result(np.asarray(dispatched))
+        if not is_swapping:
+            self._note_time(plan.bucket, plan.num_tokens, started)
+        lost = self.host_pool.take_lost()
+        return replace(result, lost_host_pages=lost) if lost else result
+
+    def recover(self) -> bool:
+        """Makes the runner usable after a step that raised, and tries it with an idle step.
+
+        What a step had donated when it raised is lost; pools and sampler rows are made anew then,
+        with every page zero. Host pages keep what they hold.
+
+        Returns:
+          True when the content of pages or of sampler rows was lost.
+
+        Raises:
+          Exception: whatever the device raises when it does not compute any more.
+        """
+        is_lost = False
+        if not _is_alive(self.kv_cache):
+            _delete(self.kv_cache)  # before there are new ones: both would not fit
+            self.kv_cache = self._new_cache()
+            is_lost = True
+        if not _is_alive(self._sampler):
+            self._sampler = sampling.init_state(self._config.max_num_seqs, self.model.vocab_size)
+            is_lost = True
+        bucket = self._config.buckets[0]
+        jax.block_until_ready(self._call(bucket, self._idle(bucket)))
+        jax.block_until_ready((self.kv_cache, self._sampler))
+        return is_lost
 
     def forward(self, bucket: int, packed: Any) -> tuple[jax.Array, jax.Array]:
         """One bare forward pass over the cache: logits, and the sampling rows as words.
@@ -207,14 +272,14 @@ class ModelRunner:
 
     def _call(self, bucket: int, packed: np.ndarray) -> jax.Array:
         logits, rows = self.forward(bucket, packed)
-        sample = self._samplers[self._sampler_width(bucket)]
+        sample = self._samplers[_sampler_width(self._config, bucket)]
         self._sampler, result = sample(self._sampler, logits, rows)
         return result
 
     def _run_copies(self, copies: tuple[PageCopy, ...]) -> None:
         if self._copy is None:
             raise RuntimeError("`warm_up` must be called before `run`.")
-        width = self._copy_width
+        width = _copy_width(self._config)
         for start in range(0, len(copies), width):
             pairs = np.zeros((2, width), np.int32)
             pairs[1] = self._config.num_pages + np.arange(width)  # past the end: dropped
@@ -228,22 +293,8 @@ class ModelRunner:
         row = sampling.densify(update, self.model.vocab_size)
         self._sampler = self._set_row(self._sampler, np.int32(update.slot), *row)
 
-    @property
-    def _copy_width(self) -> int:
-        return min(self._config.max_num_seqs, 32)  # a step with more copies runs several batches
-
-    def _sampler_width(self, bucket: int) -> int:
-        """Rows that the sampler of this bucket has: padded, so that few samplers compile."""
-        small = min(_SMALL_SAMPLER, self._config.max_rows)
-        return small if self._config.rows_in(bucket) <= small else self._config.max_rows
-
-    def _lower_sampler(self, width: int) -> jax.stages.Lowered:
-        logits = jax.ShapeDtypeStruct((width, self.model.vocab_size), jnp.float32)
-        rows = jax.ShapeDtypeStruct((width, _ROW_WORDS), jnp.int32)
-        return jax.jit(_sample, donate_argnums=0).lower(self._sampler, logits, rows)
-
     def _compile_updates(self) -> None:
-        pairs = np.full((2, self._copy_width), self._config.num_pages, np.int32)
+        pairs = np.full((2, _copy_width(self._config)), self._config.num_pages, np.int32)
         copy_pages = functools.partial(_copy_pages, self._static["implementation"])
         copy = jax.jit(copy_pages, donate_argnums=0).lower(self.kv_cache, pairs).compile()
         self.kv_cache = copy(self.kv_cache, pairs)
@@ -263,6 +314,60 @@ class ModelRunner:
         rows = packed[layout.size - layout.max_seqs * _ROW_WORDS :].reshape(-1, _ROW_WORDS)
         rows[:] = _neutral_row(self._config)
         return packed
+
+    def _note_time(self, bucket: int, num_tokens: int, started: float) -> None:
+        """Steps that prompts fill tell what a token costs; others are mostly the weights."""
+        if num_tokens * 2 > bucket and not self._config.is_decode_bucket(bucket):
+            self._seconds_per_token.add((time.perf_counter() - started) / num_tokens)
+
+
+def _copy_width(config: SchedulerConfig) -> int:
+    return min(config.max_num_seqs, 32)  # a step with more copies runs several batches
+
+
+def _sampler_width(config: SchedulerConfig, bucket: int) -> int:
+    """Rows that the sampler of this bucket has: padded, so that few samplers compile."""
+    small = min(_SMALL_SAMPLER, config.max_rows)
+    return small if config.rows_in(bucket) <= small else config.max_rows
+
+
+def _lower_sampler(state: sampling.SamplerState, vocab_size: int, width: int) -> jax.stages.Lowered:
+    logits = jax.ShapeDtypeStruct((width, vocab_size), jnp.float32)
+    rows = jax.ShapeDtypeStruct((width, _ROW_WORDS), jnp.int32)
+    return jax.jit(_sample, donate_argnums=0).lower(state, logits, rows)
+
+
+def _compile_moves(
+    widths: tuple[int, ...], kv_cache: KVCache, implementation: str | None
+) -> dict[int, MovePrograms]:
+    """The calls that move pages out of and into these pools, by width."""
+    gather = functools.partial(kv_caches.gather, implementation=implementation)
+    scatter = functools.partial(kv_caches.scatter, implementation=implementation)
+    programs: dict[int, MovePrograms] = {}
+    for width in widths:
+        ids = jax.ShapeDtypeStruct((width,), jnp.int32)
+        pages = jax.eval_shape(gather, kv_cache, ids)
+        gathering = jax.jit(gather, out_shardings=host_pool.landing())
+        programs[width] = MovePrograms(
+            gathering.lower(kv_cache, ids).compile(),
+            jax.jit(scatter, donate_argnums=0).lower(kv_cache, ids, pages).compile(),
+        )
+    return programs
+
+
+def _is_alive(tree: Any) -> bool:
+    """False when an array was donated to a call that failed, or is what such a call left."""
+    try:
+        jax.block_until_ready(tree)
+    except Exception:
+        return False
+    return not any(array.is_deleted() for array in jax.tree.leaves(tree))
+
+
+def _delete(tree: Any) -> None:
+    for array in jax.tree.leaves(tree):
+        if not array.is_deleted():
+            array.delete()
 
 
 def _new_cache(
