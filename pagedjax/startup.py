@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pagedjax import device, environment, kernel_choice
+from pagedjax import device, environment, host_pool, kernel_choice
 from pagedjax.capacity import (
     GIB,
     PageLayout,
@@ -276,9 +276,9 @@ def _budget(
 ) -> int:
     """Bytes that the pool may take, before anything is allocated for it."""
     memory = device.memory()
-    temporaries = 0
+    temporaries = host_pool.temp_bytes(layout.page_bytes) if options.swap_space else 0
     if device.platform() != "cpu" and options.num_pages is None:
-        temporaries = _step_bytes(flat, options, layout, cache_dtype, choice)
+        temporaries += _step_bytes(flat, options, layout, cache_dtype, choice)
     return pool_budget(
         on_cpu=device.platform() == "cpu",
         free_bytes=memory.free - temporaries,

@@ -24,7 +24,8 @@ HOST_HALF = CONTRACTS["The host half never imports JAX"]["source_modules"]
 
 # Modules of pagedjax that may load JAX. A new module is placed here or in the host half's contract.
 MAY_IMPORT_JAX = {
-    "attention", "device", "kv_cache", "models", "runner", "sampling", "weights",  # the device half
+    "attention", "device", "host_pool", "kv_cache", "models", "runner", "sampling",  # device half
+    "weights",
     "engine", "kernel_choice", "startup", "llm", "progress", "report",  # composition
     "batch_job", "doctor", "server", "cli",  # programs
 }  # fmt: skip

@@ -17,9 +17,12 @@ import pytest
 
 from pagedjax import SamplingParams
 from pagedjax.config import SchedulerConfig
+from pagedjax.errors import TransferError
+from pagedjax.host_pool import MovePrograms
 from pagedjax.kv_cache import KVCache
 from pagedjax.models import contract
-from pagedjax.plan import NO_TARGET, PageCopy, RowUpdate, SamplingRows, StepPlan
+from pagedjax.plan import NO_TARGET, PageCopy, PageMove, RowUpdate, SamplingRows, StepPlan
+from pagedjax.rates import Rates
 from pagedjax.runner import ModelRunner, PackedLayout
 from tests.helpers import VOCAB, TinyLM, dense_greedy
 from tests.tiny_engine import answers, drain, tiny_engine, tiny_llm, tokens_of
@@ -94,7 +97,8 @@ def test_no_kind_of_step_compiles_after_warm_up() -> None:
 
 def test_warm_up_compiles_each_program_once(runner: ModelRunner) -> None:
     config = tiny_llm().engine.scheduler.config
-    assert runner.num_compiled == len(config.buckets) + 1 + 2  # a sampler, copy, row update
+    # A sampler, copy, row update; gather and scatter of two widths.
+    assert runner.num_compiled == len(config.buckets) + 1 + 2 + 4
 
 
 def test_a_step_before_warm_up_is_an_error() -> None:
@@ -220,6 +224,138 @@ def test_copies_come_before_the_steps_writes(runner: ModelRunner) -> None:
             for offset in range(4):
                 is_same = np.array_equal(after[page, :, :, offset], pool[page, :, :, offset])
                 assert is_same == ((page, offset) not in places), (page, offset)
+
+
+def test_swaps_out_come_before_swaps_in_and_those_before_copies(runner: ModelRunner) -> None:
+    """One page goes out, gets another's content from the host, and that is copied on."""
+    plan = idle_plan(runner)
+    pools = fill(runner, 4)
+    runner.run(replace(plan, swaps_out=(PageMove(20, 1), PageMove(21, 2))))
+    runner.run(
+        replace(
+            plan,
+            swaps_out=(PageMove(22, 3),),
+            swaps_in=(PageMove(22, 1), PageMove(23, 2)),
+            copies=(PageCopy(22, 30), PageCopy(23, 31)),
+        )
+    )
+    result = runner.run(replace(plan, swaps_in=(PageMove(40, 3),)))
+    assert result.lost_host_pages == frozenset()
+    for pool, got in zip(pools, runner.kv_cache.kv_pages, strict=True):
+        pool[40] = pool[22]
+        pool[22], pool[23] = pool[20], pool[21]
+        pool[30], pool[31] = pool[22], pool[23]
+        np.testing.assert_array_equal(np.asarray(got), pool)
+
+
+def test_nothing_compiles_when_pages_move(runner: ModelRunner) -> None:
+    plan = idle_plan(runner)
+    out = tuple(PageMove(i, i) for i in range(1, 60))
+    with compilations() as count:
+        runner.run(replace(plan, swaps_out=out[:3]))
+        runner.run(replace(plan, swaps_out=out[3:], swaps_in=out[:3]))
+        runner.run(replace(plan, swaps_in=out[3:]))
+    assert count["compiled"] == 0
+
+
+def test_a_damaged_host_page_is_an_error_before_anything_is_done(runner: ModelRunner) -> None:
+    plan = idle_plan(runner)
+    runner.run(replace(plan, swaps_out=(PageMove(20, 1), PageMove(21, 2))))
+    runner.host_pool.drain(wait=True)
+    runner.host_pool._bytes[2, 7] ^= 16
+    pools = fill(runner, 5)
+    with pytest.raises(TransferError) as caught:
+        runner.run(
+            replace(plan, swaps_in=(PageMove(30, 1), PageMove(31, 2)), copies=(PageCopy(1, 2),))
+        )
+    assert caught.value.host_pages == {2}
+    for pool, got in zip(pools, runner.kv_cache.kv_pages, strict=True):
+        np.testing.assert_array_equal(np.asarray(got), pool)
+
+
+def test_a_lost_store_is_told_with_a_result(runner: ModelRunner) -> None:
+    plan = idle_plan(runner)
+    good = runner.host_pool.programs
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    runner.host_pool.programs = {n: MovePrograms(failing, each.scatter) for n, each in good.items()}
+    try:
+        result = runner.run(replace(plan, swaps_out=(PageMove(20, 7),)))
+    finally:
+        runner.host_pool.programs = good
+    assert result.lost_host_pages == {7}
+    assert runner.run(plan).lost_host_pages == frozenset()
+
+
+def test_rates_are_measured(runner: ModelRunner) -> None:
+    for rate in (field.name for field in fields(Rates)):
+        value = getattr(runner.rates, rate)
+        assert value is not None, rate
+        assert 0 < value < 60, rate
+
+
+# --------------------------------------------------------------------------------------- recovery
+
+
+def test_a_runner_that_lost_nothing_keeps_its_pages(runner: ModelRunner) -> None:
+    pools = fill(runner, 6)
+    assert runner.recover() is False
+    for pool, got in zip(pools, runner.kv_cache.kv_pages, strict=True):
+        np.testing.assert_array_equal(np.asarray(got), pool)
+
+
+def test_a_lost_pool_is_made_anew(runner: ModelRunner) -> None:
+    fill(runner, 7)
+    runner.kv_cache.kv_pages[1].delete()
+    assert runner.recover() is True
+    assert not any(np.asarray(pool).any() for pool in runner.kv_cache.kv_pages)
+    with compilations() as count:
+        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+        output = answers(tiny_engine(), {"a": ([3, 1, 4], params)})["a"]
+    assert tokens_of(output) == dense_greedy([3, 1, 4], 9)
+    assert count["compiled"] == 0
+
+
+def test_lost_sampler_rows_are_made_anew(runner: ModelRunner) -> None:
+    pools = fill(runner, 8)
+    jax.tree.leaves(runner._sampler)[0].delete()
+    assert runner.recover() is True
+    for pool, got in zip(pools, runner.kv_cache.kv_pages, strict=True):
+        np.testing.assert_array_equal(np.asarray(got), pool)
+    assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(runner._sampler))
+
+
+def test_a_pool_that_cannot_be_read_is_lost(runner: ModelRunner) -> None:
+    """What a failed asynchronous call returned looks like an array until somebody waits for it."""
+
+    class Poisoned:
+        def block_until_ready(self) -> None:
+            raise RuntimeError("INTERNAL: the step failed")
+
+        def is_deleted(self) -> bool:
+            return False
+
+        def delete(self) -> None:
+            pass
+
+    good = runner.kv_cache
+    runner.kv_cache = KVCache((good.kv_pages[0], Poisoned()))  # pyright: ignore[reportArgumentType]
+    assert runner.recover() is True
+    assert good.kv_pages[0].is_deleted()
+    assert not any(np.asarray(pool).any() for pool in runner.kv_cache.kv_pages)
+
+
+def test_a_dead_device_is_an_error_of_recovery(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("INTERNAL: no device")
+
+    monkeypatch.setattr(runner, "_forwards", dict.fromkeys(runner._forwards, failing))
+    with pytest.raises(RuntimeError, match="no device"):
+        runner.recover()
 
 
 def test_warm_up_writes_no_page_and_no_row(runner: ModelRunner) -> None:

@@ -16,7 +16,7 @@ from pagedjax import LLM, CapacityError, ConfigError, device, startup, throughpu
 from pagedjax.device import DeviceMemory
 from pagedjax.startup import StartupReport
 from tests.helpers import ByteTokenizer, TinyLM
-from tests.tiny_engine import tiny_llm
+from tests.tiny_engine import HOST_PAGES, tiny_llm
 
 PAGE_BYTES = 2 * 2 * 2 * 8 * 4 * 4  # TinyLM: layers, K and V, heads, head_dim, page_size, f32
 
@@ -264,7 +264,8 @@ def test_the_report_of_an_engine_is_true() -> None:
     assert report.weights_bytes == sum(leaf.nbytes for leaf in runner.model.leaves)  # pyright: ignore[reportAttributeAccessIssue]
     assert report.max_concurrency == 4.0
     assert report.buckets == (2, 8, 32)
-    assert report.num_compiled == 3 + 1 + 2  # forward passes, samplers, updates
+    assert report.num_host_pages == HOST_PAGES
+    assert report.num_compiled == 3 + 1 + 2 + 4  # forward passes, samplers, updates, moves
     assert report.dtype == "float32"
     assert 0 < report.compile_seconds <= report.total_seconds
 

@@ -20,6 +20,7 @@ from pagedjax.tokenizer import Tokenizer
 from tests.helpers import ByteTokenizer, TinyLM
 
 POOL_TOKENS = 512
+HOST_PAGES = 64
 EOS = ByteTokenizer.eos_token_ids
 
 
@@ -38,6 +39,7 @@ def _tiny_llm(page_size: int) -> LLM:
         max_model_len=128,
         max_num_seqs=8,
         max_num_batched_tokens=32,
+        swap_space=HOST_PAGES * page_size * 256 / 2**30,  # 256 bytes a position
     )
 
 
@@ -50,9 +52,12 @@ def tiny_engine(
     eos_token_ids: frozenset[int] = EOS,
     **sizes: Any,
 ) -> LLMEngine:
-    """A fresh engine over the shared programs; `sizes` shrinks its part of the pool."""
+    """A fresh engine over the shared programs; `sizes` shrinks its part of the pool.
+
+    There is no host pool unless `num_host_pages`, up to HOST_PAGES, asks for it.
+    """
     shared = tiny_llm(page_size).engine
-    config = replace(shared.scheduler.config, **sizes)
+    config = replace(shared.scheduler.config, **{"num_host_pages": 0, **sizes})
     return LLMEngine(
         Scheduler(config),
         shared.runner,
