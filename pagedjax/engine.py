@@ -10,13 +10,13 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from pagedjax.deadlines import Deadlines
 from pagedjax.errors import IntegrityError, RequestError
 from pagedjax.in_flight import INTERNAL_ERROR, InFlight
 from pagedjax.intake import Intake, Prompt
-from pagedjax.plan import StepPlan, StepResult
+from pagedjax.recovery import GuardedSteps, Runner
 from pagedjax.request import FinishReason, RequestOutput, SamplingParams, Sequence
 from pagedjax.scheduler import Scheduler
 from pagedjax.throughput import ThroughputLog
@@ -25,14 +25,6 @@ from pagedjax.tokenizer import Tokenizer
 logger = logging.getLogger("pagedjax")
 
 _PREFIX_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-
-
-class Runner(Protocol):
-    """What the engine needs of the device half."""
-
-    def run(self, plan: StepPlan) -> StepResult:
-        """Runs one step."""
-        ...
 
 
 class LLMEngine:
@@ -64,6 +56,7 @@ class LLMEngine:
         self._live: dict[str, InFlight] = {}
         self._ended: list[RequestOutput] = []
         self._deadlines = Deadlines()
+        self._steps = GuardedSteps(scheduler)
         self._log = ThroughputLog(logger)
 
     @property
@@ -120,11 +113,16 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Schedules and runs one step; returns the requests that ended, in order of ending.
 
-        Requests whose timeout is over end first, whether they wait or run.
+        Requests whose timeout is over end first, whether they wait or run. A step that fails is
+        computed again, and a request that makes it fail ends with an error.
+
+        Raises:
+          DeviceError: the device runs no step any more. Every request in flight was ended; the
+            next call returns them.
         """
         self._end_late()
-        plan = self.scheduler.schedule()
-        if plan is None:
+        advanced = self._steps.run(self.runner)
+        if advanced is None:
             self._end_finished(self._live.values())
             if self._live and not self._ended:
                 raise IntegrityError(
@@ -132,12 +130,7 @@ class LLMEngine:
                     "This is a bug in pagedjax: please report it."
                 )
         else:
-            try:
-                result = self.runner.run(plan)
-            except BaseException:  # no result will come: what was planned is computed again
-                self.scheduler.drop(plan)
-                raise
-            self._advance(self.scheduler.update(plan, result))
+            self._advance(advanced)
             self._log.step(self.scheduler)
         ended, self._ended = self._ended, []
         return ended

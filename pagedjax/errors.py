@@ -6,6 +6,7 @@ PagedJaxError
 ├── CapacityError          the memory at hand cannot hold what the options ask for
 ├── RequestError           one request is wrong; every other request goes on
 ├── AllocationError        no page is free; the scheduler turns it into waiting or preemption
+├── DeviceError            the device runs no step any more; every request was ended
 ├── TransferError          pages could not be moved back from the host; they are computed again
 └── IntegrityError         an invariant of the engine is broken: a bug in pagedjax, please report it
 """
@@ -45,6 +46,10 @@ class RequestError(PagedJaxError, ValueError):
 
 class AllocationError(PagedJaxError, RuntimeError):
     """The page pool has fewer free pages than asked for; nothing was changed."""
+
+
+class DeviceError(PagedJaxError, RuntimeError):
+    """Steps fail for every request; the original error is its cause."""
 
 
 class TransferError(PagedJaxError, RuntimeError):

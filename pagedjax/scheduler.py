@@ -16,7 +16,7 @@ draws n tokens at the end of it, the others fork off, sharing its pages, and liv
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from pagedjax.config import SchedulerConfig
@@ -139,16 +139,23 @@ class Scheduler:
         self._num_requests += 1
         return [live.sequence for live in owner.members]
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, only: Set[str] | None = None) -> StepPlan | None:
         """Plans the next step; None when nothing can run now.
 
         A transaction: what raises in it leaves everything as it was. Sequences whose result is
         still awaited are left out, so a step may be planned before the last one was read.
+
+        Args:
+          only: ids of requests; all others queue, and none of theirs is planned. None: all run.
         """
         roster = self.roster
+        waiting = roster.waiting
+        if only is not None:
+            roster.preempt_all(but=only)
+            waiting = [live for live in waiting if live.sequence.request.request_id in only]
         draft = StepDraft(self.config, self.allocator, self.prefix_cache)
         draft.schedule_running(roster.running)
-        draft.admit(roster.waiting, roster.running, roster.free_slots)
+        draft.admit(waiting, roster.running, roster.free_slots)
         if not draft.scheduled:
             return None
         slots = dict(zip(draft.lives, draft.slots, strict=True))
@@ -202,6 +209,17 @@ class Scheduler:
             if live is not None and live.in_flight is scheduled:
                 live.table.release()
                 self.roster.requeue(live)
+
+    def forget_device_pages(self) -> None:
+        """Says that pages and sampler rows of the device hold nothing any more.
+
+        What ran is computed again, the prefix cache forgets the pages of the device, and nothing is
+        pinned any more.
+        """
+        self.roster.preempt_all()
+        if self.pins.clear():
+            logger.warning("the device lost its pages: nothing is pinned any more")
+        self.prefix_cache.reset()
 
     def finish(
         self, sequence: Sequence, reason: FinishReason, *, stop_reason: int | str | None = None

@@ -553,6 +553,9 @@ def test_numbers_that_are_none_fail_the_request_that_met_them() -> None:
                     result.corrupted[scheduled.first_row] = True
             return result
 
+        def recover(self) -> bool:
+            return self.runner.recover()
+
     engine = tiny_engine()
     engine.runner = Corrupting(engine.runner)
     outputs = answers(engine, {"bad": (PROMPT, greedy(4)), "good": ([1, 2], greedy(4))})
@@ -575,6 +578,9 @@ class Breaking:
         if self.num_steps == self.at:
             raise self.error
         return result
+
+    def recover(self) -> bool:
+        return self.runner.recover()
 
 
 @pytest.mark.parametrize("is_late", [False, True])

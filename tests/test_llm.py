@@ -204,6 +204,9 @@ class Interrupting:
             raise KeyboardInterrupt
         return self.runner.run(plan)
 
+    def recover(self) -> bool:
+        return self.runner.recover()
+
 
 def test_an_interrupt_aborts_all_that_was_asked_and_leaves_the_engine_usable(llm: LLM) -> None:
     llm.engine.runner = Interrupting(llm.engine.runner)

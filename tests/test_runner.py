@@ -66,6 +66,9 @@ class Recorder:
         self.plans.append(plan)
         return self.runner.run(plan)
 
+    def recover(self) -> bool:
+        return self.runner.recover()
+
 
 def recorded_plans() -> list[StepPlan]:
     """Steps of a small workload with forks, penalties and prompt logprobs in it."""

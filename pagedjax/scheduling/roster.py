@@ -7,6 +7,7 @@ of why a sequence moves.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Set
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.errors import IntegrityError, RequestError
@@ -100,9 +101,11 @@ class Roster:
         live.sequence.status = SequenceStatus.WAITING
         insort(self.waiting, live, key=_key)
 
-    def preempt_all(self) -> None:
-        """Takes all that runs back to waiting, to be computed again."""
+    def preempt_all(self, but: Set[str] = frozenset()) -> None:
+        """Takes all that runs, `but` these requests, back to waiting, to be computed again."""
         for live in list(self.running):
+            if live.owner.request.request_id in but:
+                continue
             live.table.release()
             self.requeue(live)
             live.sequence.num_preemptions += 1
