@@ -116,6 +116,7 @@ class StepPlan:
     scheduled: tuple[ScheduledSequence, ...] = field(default=())
     swaps_out: tuple[PageMove, ...] = ()  # device -> host, read before this step writes anything
     swaps_in: tuple[PageMove, ...] = ()  # host -> device, after `swaps_out`, before `copies`
+    step: int = 0  # number of the step; a result is taken in once
 
     @property
     def num_tokens(self) -> int:

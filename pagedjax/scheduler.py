@@ -87,6 +87,8 @@ class Scheduler:
         self._reader = ResultReader(
             config, self.allocator, self.prefix_cache, self.roster, self._builder
         )
+        self._awaited: set[int] = set()  # steps whose result was not read
+        self._num_steps = 0
         self._num_requests = self._num_preemptions = self._num_cow_copies = 0
 
     @property
@@ -158,6 +160,7 @@ class Scheduler:
         draft.admit(waiting, roster.running, roster.free_slots)
         if not draft.scheduled:
             return None
+        draft.step = self._num_steps + 1
         slots = dict(zip(draft.lives, draft.slots, strict=True))
         bans = _new_bans(slots)
         try:
@@ -169,6 +172,8 @@ class Scheduler:
                 self._builder.set_pages(live)
             raise
         _commit(draft, slots, roster, self.config.page_size)
+        self._num_steps += 1
+        self._awaited.add(plan.step)
         for live, state in bans.items():
             live.row_state = state
         self._num_preemptions += len(draft.victims)
@@ -184,6 +189,9 @@ class Scheduler:
         Returns:
           the sequences that got a token or ended, in the plan's order.
         """
+        if plan.step not in self._awaited:
+            return []
+        self._awaited.remove(plan.step)
         advanced: list[Sequence] = []
         readback = Readback(result)
         for scheduled in plan.scheduled:
@@ -204,6 +212,7 @@ class Scheduler:
         Pages of its sequences may hold anything now, so they are given up and computed again;
         registered pages hold what they held.
         """
+        self._awaited.discard(plan.step)
         for scheduled in plan.scheduled:
             live = self.roster.live.get(scheduled.sequence)
             if live is not None and live.in_flight is scheduled:

@@ -34,6 +34,7 @@ class LiveSequence:
     capacity: int = 0  # positions that the table's pages cover
     shares_tail: bool = False  # forked, and its partial last page may have other holders still
     in_flight: ScheduledSequence | None = None  # what a plan computes whose result is not read yet
+    decode_note: ScheduledSequence | None = None  # of its last decode step, to be used again
     row_state: BanState | None = None  # what its slot's sampler row says; None: nothing of it yet
 
     @property

@@ -118,6 +118,7 @@ class PlanBuilder:
             copies=tuple(copies),
             row_updates=tuple(row_updates),
             scheduled=tuple(scheduled),
+            step=draft.step,
         )
 
     def _page_table(self, slots: NDArray[np.intp], width: int, longest: int) -> I32:
