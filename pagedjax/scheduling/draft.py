@@ -161,9 +161,6 @@ class StepDraft:
         """True when every sequence runs its last token and draws the next one."""
         return not self.special and self.num_rows == self.num_tokens == len(self.scheduled)
 
-    def _triples(self) -> zip[tuple[LiveSequence, int, ScheduledSequence]]:
-        return zip(self.lives, self.starts, self.scheduled, strict=True)
-
     def _add(
         self,
         live: LiveSequence,
@@ -247,7 +244,8 @@ class StepDraft:
         if self.is_decode and len(self.lives) == len(running):
             size = self._config.page_size
             return sum((start + 1) % size == 0 for start in self.starts)
-        ends = {live: start + s.num_tokens for live, start, s in self._triples()}
+        triples = zip(self.lives, self.starts, self.scheduled, strict=True)
+        ends = {live: start + s.num_tokens for live, start, s in triples}
         return sum(self._reserve(live, ends.get(live)) for live in running)
 
     def _reserve(self, live: LiveSequence, end: int | None) -> int:
