@@ -18,7 +18,7 @@ quantised pool also `kv_tile * (2 * head_dim + 8 * stages)`.
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,15 +64,6 @@ class _Sizes:
     quantised: bool
     split_p: bool
     slopes: bool
-
-
-class _State(NamedTuple):
-    """Online softmax of an item, in base 2."""
-
-    acc: jax.Array  # f32[head_dim, rows], sum of p v
-    peak: jax.Array  # f32[rows], of the scores; -inf: nothing seen
-    total: jax.Array  # f32[rows], sum of p
-    top: jax.Array | None  # f32[rows], gives the unit of acc; None: not quantised
 
 
 def attend_columns(
@@ -365,7 +356,7 @@ def _consume(z: _Sizes, g: SimpleNamespace, s: SimpleNamespace) -> None:
             slot = _slot(queries, Q_SLOTS)
             plgpu.barrier_wait(s.q_full.at[slot])
             columns = _columns(z, g, item)
-            acc, peak, total, top = lax.fori_loop(
+            acc, peak, total = lax.fori_loop(
                 item.begin,
                 item.end,
                 lambda tile, state: _tile_step(
@@ -374,28 +365,26 @@ def _consume(z: _Sizes, g: SimpleNamespace, s: SimpleNamespace) -> None:
                 _start(z),
             )
             plgpu.barrier_arrive(s.q_free.at[slot])
-            norm = 1 / jnp.where(total == 0, 1.0, total)
-            norm = norm if top is None else ops.unit_of(top) * norm
-            g.o[i] = acc * _wide(norm, acc.shape)
+            g.o[i] = acc * _wide(1 / jnp.where(total == 0, 1.0, total), acc.shape)
             lse = (peak + jnp.log2(total)) * LN_2  # nothing seen: -inf + -inf
             ops.store_small(g.lse.at[i], lse)
 
         @pl.when(jnp.logical_not(some))
         def _() -> None:
-            ops.store_small(g.lse.at[i], _start(z).peak)
+            ops.store_small(g.lse.at[i], _start(z)[1])
 
         return n + item.end - item.begin, queries + some.astype(jnp.int32), vars(after)
 
     lax.fori_loop(first, last, run, (jnp.int32(0), jnp.int32(0), vars(_item(g, first))))
 
 
-def _start(z: _Sizes) -> _State:
+def _start(z: _Sizes) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """f32[head_dim, rows] sum of p v, f32[rows] peak of the scores, f32[rows] sum of p."""
     acc = plgpu.layout_cast(jnp.full((z.head_dim, z.rows), 0.0, jnp.float32), LAYOUT)
-
-    def each(value: float) -> jax.Array:
-        return plgpu.layout_cast(jnp.full((z.rows,), value, jnp.float32), LAYOUT.reduce(0))
-
-    return _State(acc, each(-jnp.inf), each(0.0), each(0.0) if z.quantised else None)
+    peak = jnp.full((z.rows,), -jnp.inf, jnp.float32)
+    total = jnp.full((z.rows,), 0.0, jnp.float32)
+    each = LAYOUT.reduce(0)
+    return acc, plgpu.layout_cast(peak, each), plgpu.layout_cast(total, each)
 
 
 def _wide(per_column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -427,9 +416,9 @@ def _tile_step(
     tile: jax.Array,  # i32[], index of the KV tile
     n: jax.Array,  # i32[], of all tiles of this CTA
     *rest: Any,
-) -> _State:
-    """One KV tile of the online softmax."""
-    q, (acc, peak, total, top) = rest
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One KV tile of the online softmax, in base 2."""
+    q, (acc, peak, total) = rest
     slot, start = _slot(n, z.stages), tile * z.kv_tile
     plgpu.barrier_wait(s.k_full.at[slot])
     scores = _scores(z, s, slot, q, columns, start)
@@ -439,14 +428,10 @@ def _tile_step(
     shrink = jnp.exp2(peak - safe)
     total = total * shrink + p.sum(axis=0)
     plgpu.barrier_wait(s.v_full.at[slot])
-    live = SimpleNamespace(first=_first_seen(z, item) - start, end=item.kv_end - start)
-    if top is not None:
-        scale = _value_scales(s.v_scale.at[slot], live)
-        p, top, shrink = ops.fold_scales(p, scale, top, shrink, positions=0)
-    values = _values(z, s, slot, live, p)
+    values = _values(z, s, slot, item, start, p)
     acc = acc * _wide(shrink, acc.shape) + values
     plgpu.barrier_arrive(s.v_free.at[slot])
-    return _State(acc, new_peak, total, top)
+    return acc, new_peak, total
 
 
 def _scores(
@@ -487,14 +472,18 @@ def _values(
     z: _Sizes,
     s: SimpleNamespace,
     slot: Any,
-    live: SimpleNamespace,
+    item: SimpleNamespace,
+    start: jax.Array,
     p: jax.Array,  # f32[kv_tile, rows]
 ) -> jax.Array:
     """f32[head_dim, rows]: V^T P^T, with P in one or two 16-bit parts."""
-    v = s.v.at[slot]
+    first = _first_seen(z, item)
+    live = SimpleNamespace(first=first - start, end=item.kv_end - start)
+    v, unit = s.v.at[slot], None
     if z.quantised:
         _dequantise(z, v, s.wide, live)
-        v = s.wide
+        p, top = ops.fold_scales(p, _value_scales(s.v_scale.at[slot], live), positions=0)
+        v, unit = s.wide, ops.unit_of(top)
     else:
         ragged = (live.end < z.kv_tile) | (live.first > 0)
         pl.when(ragged)(lambda: _clear(z, v, live))
@@ -505,7 +494,8 @@ def _values(
         rest = rest - rounded.astype(jnp.float32)
     plgpu.commit_smem()
     shape = (z.head_dim, z.rows)
-    return ops.wgmma_sum(shape, *((v.T, part.T) for part in s.p))
+    product = ops.wgmma_sum(shape, *((v.T, part.T) for part in s.p))
+    return product if unit is None else product * _wide(unit, shape)
 
 
 def _is_live(live: SimpleNamespace, shape: tuple[int, ...], layout: Any) -> jax.Array:

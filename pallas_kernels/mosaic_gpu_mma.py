@@ -510,10 +510,11 @@ class _Worker:
         p = jnp.exp2(s - _columns(safe, s.shape))
         shrink = jnp.exp2(softmax.peak - safe)
         total = softmax.total * shrink + p.sum(axis=1)
-        top = softmax.top
-        if top is not None:
+        old_top = top = softmax.top
+        if old_top is not None:
             scale = self.value_scales(slot, live)
-            p, top, shrink = ops.fold_scales(p, scale, top, shrink, positions=1)
+            p, top = ops.fold_scales(p, scale, positions=1, least=old_top * shrink)
+            shrink = ops.change_unit(shrink, old_top, top)
         for part in memory.p:
             high = p.astype(sizes.dtype)
             part[...] = high

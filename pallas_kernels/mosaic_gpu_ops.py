@@ -172,28 +172,32 @@ def copy_to_smem(source: Any, target: Any, barrier: Any, *, in_bounds: bool = Fa
 def fold_scales(
     p: jax.Array,  # f32, a matrix of query rows and positions
     scale: jax.Array,  # f32[positions], of V; finite where nobody sees
-    top: jax.Array,  # f32[rows], as returned for the tile before; 0 at first
-    shrink: jax.Array,  # f32[rows]: what p was before times this is what it would be now
     *,
     positions: int,  # the axis of p
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """p times `scale` in a unit of each row's own (`unit_of`), for products in float16.
+    least: jax.Array | None = None,  # f32[rows]
+) -> tuple[jax.Array, jax.Array]:
+    """p times `scale` in a unit of each row's own, for products in float16.
 
-    The unit follows the largest p * scale of the row, in this tile or, as `shrink` has left it, in
-    those before. So a large scale costs digits only the rows to which its value is what matters,
-    not those that do not see it or hardly do; and neither unit nor sums can grow without bound.
+    The unit follows the largest p * scale of the row. So a large scale costs digits only the rows
+    to which its value is what matters, not those that do not see it or hardly do.
 
     Returns:
-      p in its new unit, at most 2 * F16_TOP; f32[rows] the largest so far, of which `unit_of`
-      makes the unit; f32[rows], by which to multiply what has been summed in the old unit.
+      p in units of `unit_of(top)`, at most 2 * F16_TOP; and top f32[rows]: the largest p * scale,
+      or `least` if that is larger.
     """
     weights = p * lax.broadcast_in_dim(scale, p.shape, [positions])
-    new_top = jnp.maximum(top * shrink, weights.max(axis=positions))
-    unit = unit_of(new_top)
-    # 1 / unit: an exponent of e becomes one of -e. Exact, and no division.
-    inverse = _float_of(0x7F000000 - _bits_of(unit))
-    grow = unit_of(top) * shrink * inverse  # in this order: it does not overflow
-    return weights * lax.broadcast_in_dim(inverse, p.shape, [1 - positions]), new_top, grow
+    top = weights.max(axis=positions)
+    top = top if least is None else jnp.maximum(top, least)
+    inverse = _inverse(unit_of(top))
+    return weights * lax.broadcast_in_dim(inverse, p.shape, [1 - positions]), top
+
+
+def change_unit(shrink: jax.Array, old_top: jax.Array, top: jax.Array) -> jax.Array:
+    """f32[rows]: by which to multiply sums in `unit_of(old_top)` that shrink, for `unit_of(top)`.
+
+    `top` must be at least `old_top * shrink`: then neither this nor the sums grow without bound.
+    """
+    return unit_of(old_top) * shrink * _inverse(unit_of(top))  # in this order: no overflow
 
 
 def unit_of(top: jax.Array) -> jax.Array:
@@ -203,6 +207,11 @@ def unit_of(top: jax.Array) -> jax.Array:
     """
     top = jnp.maximum(top, _SMALLEST_TOP)
     return _float_of(_bits_of(top) & 0x7F800000) * (1 / F16_TOP)
+
+
+def _inverse(power: jax.Array) -> jax.Array:
+    """1 / a power of two: its exponent negated, which is exact, and no division."""
+    return _float_of(0x7F000000 - _bits_of(power))
 
 
 def _bits_of(x: jax.Array) -> jax.Array:

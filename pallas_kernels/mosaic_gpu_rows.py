@@ -512,11 +512,12 @@ class _Tiles:
         p = jnp.exp2(s * unit - _over_columns(safe, static.kv_tile))
         total = state.total * shrink + p.sum(axis=1)
         v, v_scale = self.take_v(t)
-        top = state.top
-        if v_scale is not None and top is not None:
+        old_top = top = state.top
+        if v_scale is not None and old_top is not None:
             live = self.kv_positions(t) < self.item.kv_end
             v_scale = jnp.where(live, v_scale, 0.0)  # it may be NaN, and 0 * NaN is NaN
-            p, top, shrink = ops.fold_scales(p, v_scale, top, shrink, positions=1)
+            p, top = ops.fold_scales(p, v_scale, positions=1, least=old_top * shrink)
+            shrink = ops.change_unit(shrink, old_top, top)
         acc = state.acc * _over_columns(shrink, static.head_dim)
         acc = self.add_values(acc, p, v)
         self.give_back("v", slot)
