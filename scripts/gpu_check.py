@@ -1,10 +1,10 @@
 """Proves and measures the kernels on a machine with a GPU: correctness first, then speed.
 
 Parts, in this order, each within its share of `--budget` seconds: what the device is; the kernel
-suite, compiled, with poisoned memory; ceilings; decode, prefill and page updates beside XLA's;
-other libraries where they are installed; the engine with a model of random weights. The results
-file is written after each part. Exit status: 0 when what was to be correct was run and is correct,
-1 otherwise.
+suite, compiled, with poisoned memory; float64, and which implementation answered; cascades and
+batch invariance; ceilings; decode, prefill and page updates beside XLA's; other libraries where
+they are installed; the engine with a model of random weights. The results file is written after
+each part. Exit status: 0 when what was to be correct was run and is correct, 1 otherwise.
 
 `--small` runs every part on a CPU in little time, to test this program and nothing else.
 """
@@ -28,8 +28,6 @@ sys.path.insert(0, str(ROOT))
 
 SUITES = ("tests/pallas_kernels/test_every_implementation.py",)
 SMALL_SUITES = ("tests/pallas_kernels/test_tuning.py",)
-TINY: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-ERRORS = {"bfloat16": 2e-2, "float8_e4m3fn": 2e-2}  # of bfloat16 outputs of size 1
 
 
 @dataclass(slots=True)
@@ -113,73 +111,24 @@ def kernel_suite(run: Run, deadline: float) -> dict[str, Any]:
 
 
 def against_float64(run: Run, deadline: float) -> dict[str, Any]:
-    """Decode and prefill of the shapes that are timed below against NumPy in float64."""
-    import jax.numpy as jnp
-    import numpy as np
+    """Values against NumPy in float64, and that the kernels gave them: XLA's would be right too."""
+    from scripts import kernel_proofs
 
-    import pallas_kernels
-    from pallas_kernels import reference
-    from scripts import kernel_timing
-    from scripts.kernel_timing import Sizes
-
-    lines: list[dict[str, Any]] = []
-    shapes = [Sizes(batch=3, context=700, page_size=p) for p in (16, 64)]
-    shapes += [Sizes(batch=2, context=333, new=200, page_size=64)]
-    shapes += [Sizes(batch=3, context=700, dtype="float8_e4m3fn")]
-    if run.small:
-        shapes = [Sizes(batch=2, context=40, page_size=16, **TINY)]
-    for sizes in shapes:
-        if time.monotonic() > deadline:
-            lines.append({"skipped": str(sizes)})
-            continue
-        rng = np.random.default_rng(7)
-        pool, scales = kernel_timing.make_pool(sizes, 1)
-        shape = (sizes.batch * sizes.new, sizes.num_q_heads, sizes.head_dim)
-        q = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
-        table = kernel_timing.tables(sizes, 1)[0]
-        lens = jnp.full((sizes.batch,), sizes.context, jnp.int32)
-        starts = jnp.arange(sizes.batch + 1, dtype=jnp.int32) * sizes.new
-        arrays = (q, pool, table, lens, starts, jnp.int32(sizes.batch))
-        got = np.asarray(pallas_kernels.paged_attention(*arrays, kv_scales=scales), np.float64)
-        expected = np.asarray(
-            reference.paged_attention(
-                *(np.asarray(array) for array in arrays),
-                kv_scales=None if scales is None else np.asarray(scales),
-            ),
-            np.float64,
-        )
-        error = float((np.abs(got - expected) / np.maximum(1, np.abs(expected))).max())
-        lines.append({"sizes": str(sizes), "error": error, "limit": ERRORS[sizes.dtype]})
-    passed = all(line.get("error", 0.0) <= line.get("limit", 0.0) for line in lines)
-    same = updates_are_exact()
-    return {"passed": passed and same and "error" in lines[0], "lines": lines, "updates": same}
+    return kernel_proofs.against_float64(kernel_proofs.asked_for(run.small), run.small, deadline)
 
 
-def updates_are_exact() -> bool:
-    """Whether `write_kv` and `copy_pages`, compiled and donated, leave the bits that NumPy's do."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
+def properties(run: Run, deadline: float) -> dict[str, Any]:
+    """What the kernels promise: a cascade changes no result, a batch no bit of a row."""
+    del deadline
+    from scripts import kernel_proofs
 
-    import pallas_kernels
-
-    rng = np.random.default_rng(8)
-    pool = rng.standard_normal((40, 2, 8, 16, 128)).astype(jnp.bfloat16)
-    k, v = rng.standard_normal((2, 50, 8, 128)).astype(jnp.bfloat16)
-    slots = rng.permutation(40 * 16 - 16)[:50].astype(np.int32) + 16
-    slots[::7] = 40 * 16  # dropped
-    src, dst = rng.permutation(39)[:20].reshape(2, 10).astype(np.int32) + 1
-    write = jax.jit(pallas_kernels.write_kv, donate_argnums=0)
-    copy = jax.jit(pallas_kernels.copy_pages, donate_argnums=0)
-    got = copy(write(jnp.asarray(pool), k, v, slots), src, dst)
-    for token, slot in enumerate(slots):
-        if slot < 40 * 16:
-            pool[slot // 16, 0, :, slot % 16], pool[slot // 16, 1, :, slot % 16] = (
-                k[token],
-                v[token],
-            )
-    pool[dst] = pool[src]
-    return bool((np.asarray(got).view(np.uint16) == pool.view(np.uint16)).all())
+    found = {
+        "cascade": kernel_proofs.cascade(run.small),
+        "batch_invariant": kernel_proofs.batch_invariance(
+            kernel_proofs.asked_for(run.small), run.small
+        ),
+    }
+    return {"passed": all(part["passed"] for part in found.values()), **found}
 
 
 # ------------------------------------------------------------------------------------------ speed
@@ -218,6 +167,7 @@ def sweep(run: Run, deadline: float) -> dict[str, Any]:
 
 def _measurements(small: bool) -> Iterator[tuple[str, Any, str]]:
     """What matters most first: the rest is skipped when time is short."""
+    from scripts.kernel_proofs import TINY
     from scripts.kernel_timing import Sizes
 
     ours = "xla" if small else "mosaic_gpu"
@@ -358,6 +308,7 @@ PARTS = (
     Part("device", 30, device_facts, must_pass=True),
     Part("suite", 200, kernel_suite, must_pass=True),
     Part("float64", 30, against_float64, must_pass=True),
+    Part("properties", 40, properties, must_pass=True),
     Part("ceilings", 20, ceilings),
     Part("sweep", 120, sweep),
     Part("others", 30, other_libraries),
