@@ -153,7 +153,7 @@ class Scheduler:
         roster = self.roster
         waiting = roster.waiting
         if only is not None:
-            roster.preempt_all(but=only)
+            self._num_preemptions += roster.preempt_all(but=only)
             waiting = [live for live in waiting if live.sequence.request.request_id in only]
         draft = StepDraft(self.config, self.allocator, self.prefix_cache)
         draft.schedule_running(roster.running)
@@ -225,7 +225,7 @@ class Scheduler:
         What ran is computed again, the prefix cache forgets the pages of the device, and nothing is
         pinned any more.
         """
-        self.roster.preempt_all()
+        self._num_preemptions += self.roster.preempt_all()
         if self.pins.clear():
             logger.warning("the device lost its pages: nothing is pinned any more")
         self.prefix_cache.reset()
@@ -270,7 +270,7 @@ class Scheduler:
           False, and nothing changed, while a sequence has pages.
         """
         if reset_running:
-            self.roster.preempt_all()
+            self._num_preemptions += self.roster.preempt_all()
         if self.roster.running:
             return False
         if self.pins.clear():

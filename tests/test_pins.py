@@ -297,6 +297,7 @@ def test_a_reset_under_running_requests_voids_results_in_flight_and_changes_no_t
     assert desk.scheduler.update(plan, result) == []
     assert [sequence.num_tokens for sequence in desk.sequences] == before
     assert all(sequence.num_preemptions == 1 for sequence in desk.sequences)
+    assert desk.scheduler.stats.num_preemptions == 3
     assert desk.scheduler.prefix_cache.num_cached == 0  # the void result registered nothing
     desk.drain()
 
@@ -319,8 +320,7 @@ def test_tokens_are_right_whenever_everything_is_reset() -> None:
 def test_pins_count_when_integrity_is_checked() -> None:
     desk = pinned_desk()
     desk.engine.pin_prefix(PREFIX)
-    (pages,) = desk.engine.scheduler.pins._held.values()
-    pages.pop()
+    desk.engine.scheduler.stats.pinned[0].pages.pop()
     with pytest.raises(IntegrityError, match="references must equal the entries"):
         desk.engine.scheduler.check_integrity()
     with pytest.raises(IntegrityError, match=r"only the 2 pinned pages must be held\. Got 3"):

@@ -1,8 +1,9 @@
-"""Two thousand random requests with aborts: no page, slot or row is lost, every answer is right."""
+"""Thousands of random requests with aborts: no page, slot or row is lost, every answer is right."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.request import FinishReason, Request, SamplingParams, Sequence
@@ -11,13 +12,13 @@ from tests.fake_runner import FakeRunner, plain_answer
 from tests.scheduler_faults import schedule_with_failures
 
 VOCAB = 32
-NUM_REQUESTS = 2_000
 
 
 class Soak:
     """Adds requests as long as few wait, aborts one now and then, and steps; some fail first."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_requests: int) -> None:
+        self.num_requests = num_requests
         self.config = SchedulerConfig(
             max_num_seqs=8,
             max_num_batched_tokens=32,
@@ -36,8 +37,8 @@ class Soak:
 
     def run(self) -> None:
         steps = 0
-        while self.num_added < NUM_REQUESTS or self.scheduler.has_work:
-            while self.num_added < NUM_REQUESTS and self.scheduler.num_waiting < 3:
+        while self.num_added < self.num_requests or self.scheduler.has_work:
+            while self.num_added < self.num_requests and self.scheduler.num_waiting < 3:
                 self.add()
             is_faulty = self.rng.random() < 0.02
             plan = (schedule_with_failures if is_faulty else Scheduler.schedule)(self.scheduler)
@@ -83,8 +84,8 @@ class Soak:
                 self.ended.append(self.live.pop(arrival))
 
 
-def test_nothing_leaks_in_two_thousand_requests_with_aborts() -> None:
-    soak = Soak()
+def check_that_nothing_leaks(num_requests: int) -> None:
+    soak = Soak(num_requests)
     soak.run()
     scheduler, stats = soak.scheduler, soak.scheduler.stats
     scheduler.check_integrity()
@@ -92,7 +93,7 @@ def test_nothing_leaks_in_two_thousand_requests_with_aborts() -> None:
     assert scheduler.allocator.num_free == scheduler.allocator.usable
     assert scheduler.reset_prefix_cache()
     assert scheduler.allocator.num_evictable == 0
-    assert stats.num_requests == len(soak.ended) == NUM_REQUESTS
+    assert stats.num_requests == len(soak.ended) == num_requests
     # The run went through everything that it is to wear out.
     assert stats.num_preemptions > 20
     assert stats.num_cow_copies > 100
@@ -105,3 +106,12 @@ def test_nothing_leaks_in_two_thousand_requests_with_aborts() -> None:
         assert output == answer.tokens[: len(output)]
         if sequence.finish_reason is not FinishReason.ABORT:
             assert (output, sequence.finish_reason) == (answer.tokens, answer.reason)
+
+
+def test_nothing_leaks_in_two_thousand_requests_with_aborts() -> None:
+    check_that_nothing_leaks(2_000)
+
+
+@pytest.mark.slow
+def test_after_a_hundred_thousand_requests_the_pages_are_back_at_the_start() -> None:
+    check_that_nothing_leaks(100_000)

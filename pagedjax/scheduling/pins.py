@@ -10,6 +10,7 @@ cache is reset, and when the device lost its pages.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.errors import CapacityError, ConfigError
@@ -19,20 +20,27 @@ from pagedjax.scheduling.live import check_ids
 type _Key = tuple[tuple[int, ...], str | None]  # the prefix's tokens, whole pages; its salt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PinnedPrefix:
     """One pinned prefix.
 
     Attributes:
       token_ids: its tokens, a whole number of pages.
       cache_salt: of the requests that it is for.
-      num_hit_tokens: how many of them a hit finds now. Fewer than all only after a request that
-        used them gave numbers that cannot be trusted; pin the prefix again then.
+      pages: where they are, in order.
     """
 
     token_ids: tuple[int, ...]
     cache_salt: str | None
-    num_hit_tokens: int
+    pages: list[int]
+    _allocator: PageAllocator
+
+    @property
+    def num_hit_tokens(self) -> int:
+        """How many tokens a hit finds now. Fewer than all only after a request that used them gave
+        numbers that cannot be trusted; pin the prefix again then."""
+        good = takewhile(self._allocator.is_cached, self.pages)
+        return sum(1 for _ in good) * (len(self.token_ids) // len(self.pages))
 
 
 class Pins:
@@ -43,12 +51,12 @@ class Pins:
         self._config = config
         self._allocator = allocator
         self._cache = cache
-        self._held: dict[_Key, list[int]] = {}  # in the order of pinning
+        self._held: dict[_Key, PinnedPrefix] = {}  # in the order of pinning
 
     @property
     def pages(self) -> list[list[int]]:
         """The pages of each pin; what two prefixes share is in both."""
-        return list(self._held.values())
+        return [pin.pages for pin in self._held.values()]
 
     @property
     def num_pages(self) -> int:
@@ -58,14 +66,7 @@ class Pins:
     @property
     def listing(self) -> tuple[PinnedPrefix, ...]:
         """What is pinned, in the order of pinning."""
-        return tuple(
-            PinnedPrefix(
-                token_ids=tokens,
-                cache_salt=salt,
-                num_hit_tokens=len(self._match(tokens, salt)) * self._config.page_size,
-            )
-            for tokens, salt in self._held
-        )
+        return tuple(self._held.values())
 
     def prefix_of(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """The part of a prompt that can be pinned: its full pages."""
@@ -99,21 +100,21 @@ class Pins:
         pages, key = self._match(prefix, salt), (prefix, salt)
         if len(pages) < len(prefix) // self._config.page_size:
             return False
-        if self._held.get(key) == pages:
+        if key in self._held and self._held[key].pages == pages:
             return True
         self._check_room(len(pages), pages)
         for page in pages:
             self._allocator.share(page)
         self.unpin(prefix, salt)  # of an earlier pin, some of whose pages were not to be trusted
-        self._held[key] = pages
+        self._held[key] = PinnedPrefix(prefix, salt, pages, self._allocator)
         return True
 
     def unpin(self, prefix: tuple[int, ...], salt: str | None) -> bool:
         """Lets go of a prefix, which stays cached for now; False when it is not pinned."""
-        pages = self._held.pop((prefix, salt), None)
-        if pages is None:
+        pin = self._held.pop((prefix, salt), None)
+        if pin is None:
             return False
-        self._allocator.free(pages[::-1])
+        self._allocator.free(pin.pages[::-1])
         return True
 
     def clear(self) -> int:
@@ -143,4 +144,4 @@ class Pins:
             )
 
     def _distinct(self) -> set[int]:
-        return {page for pages in self._held.values() for page in pages}
+        return {page for pages in self.pages for page in pages}

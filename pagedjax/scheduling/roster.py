@@ -101,14 +101,18 @@ class Roster:
         live.sequence.status = SequenceStatus.WAITING
         insort(self.waiting, live, key=_key)
 
-    def preempt_all(self, but: Set[str] = frozenset()) -> None:
-        """Takes all that runs, `but` these requests, back to waiting, to be computed again."""
-        for live in list(self.running):
-            if live.owner.request.request_id in but:
-                continue
+    def preempt_all(self, but: Set[str] = frozenset()) -> int:
+        """Takes all that runs, `but` these requests, back to waiting, to be computed again.
+
+        Returns:
+          how many sequences.
+        """
+        preempted = [live for live in self.running if live.owner.request.request_id not in but]
+        for live in preempted:
             live.table.release()
             self.requeue(live)
             live.sequence.num_preemptions += 1
+        return len(preempted)
 
     def close(self, live: LiveSequence, reason: FinishReason) -> None:
         """Ends a sequence and frees all that it holds. It is in `live` once, so it ends once."""
