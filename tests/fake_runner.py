@@ -92,6 +92,10 @@ class FakeRunner:
         states = self._write(plan)
         return self._sample(plan, states)
 
+    def recover(self) -> bool:
+        """After a step that raised: all pages hold what they held."""
+        return False
+
     def fail(self, plan: StepPlan) -> None:
         """A step that broke off: what it would have written holds anything now."""
         for slot in plan.slot_mapping[: plan.num_tokens]:

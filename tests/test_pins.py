@@ -211,6 +211,9 @@ class Spoiler:
     def __init__(self, runner: Any, request_id: str) -> None:
         self.runner, self.request_id = runner, request_id
 
+    def recover(self) -> bool:
+        return False
+
     def run(self, plan: StepPlan) -> StepResult:
         result = self.runner.run(plan)
         for scheduled in plan.scheduled:
