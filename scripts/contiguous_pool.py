@@ -128,7 +128,7 @@ class ContiguousServer:
     """Continuous batching, strictly first come first served, over a contiguous pool.
 
     A request is admitted when all its sequences have their pieces; it then never waits again. The
-    prompt is computed once, and its keys and values are copied to the other sequences' pieces.
+    prompt is computed once and whole, and copied to the pieces of its other sequences.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class ContiguousServer:
         while self._waiting:
             index, request = self._waiting[0]
             budget = self._max_tokens - decoding - prompt_tokens
-            if request.prompt_tokens > budget and prompt_tokens + decoding > 0:
-                break
+            if prompt_tokens and request.prompt_tokens > budget:
+                break  # the first prompt of a step is computed whole, whatever its length
             if request.num_sequences > self._slots_left or not self._take(index, request):
                 break
             self._waiting.popleft()

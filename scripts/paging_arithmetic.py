@@ -69,8 +69,9 @@ def sharing(settings: Settings) -> Experiment:
         columns=("requests", "kind", f"saved: {widths}", "paper: 2 / 4 / 6"),
         rows=rows,
         notes=[
-            "Samples run in the scheduler. A beam's lanes are forked and freed on the real page"
-            " tables; each lane's parent is drawn evenly from the lanes, in every step or, since a"
+            "Samples run in the scheduler. They share the full pages of their prompts, so that the"
+            " prompts' spread, which is assumed, decides the figure.",
+            "A beam's lanes are forked and freed on the real page tables; each lane's parent is drawn evenly from the lanes, in every step or, since a"
             " model that is sure of its next token leaves the lanes as they are, in a share of the"
             " steps. Which share real models have is not published, and it decides the figure for"
             " wide beams.",

@@ -157,7 +157,8 @@ def sustained_rate(
         drain=False,
         warm_up=1 / 3,
     )
-    if settings.bound is None:
+    bound = settings.bound
+    if bound is None:
         return rush.throughput
 
     def keeps(rate: float) -> bool:
@@ -166,9 +167,9 @@ def sustained_rate(
             make_requests(rate),
             settings,
             f"{label} at {rate:.2f}/s",
-            bound=settings.bound,
+            bound=bound,
         )
-        return outcome.normalized_latency <= settings.bound
+        return outcome.normalized_latency <= bound
 
     low = high = rush.throughput
     while keeps(high):
@@ -391,8 +392,8 @@ def chat_rates(settings: Settings) -> Experiment:
         paper_column="paper: paged / Oracle, / Max",
         notes=[
             "The turns before each question are assumed (geometric, mean 3); as in the paper"
-            " without a prefix cache. Its three baselines reserve 1,024 for every answer and are alike; here Pow2"
-            " and Oracle go by the answer's length.",
+            " without a prefix cache. Its three baselines reserve 1,024 for every answer and are"
+            " alike; here Pow2 and Oracle go by the answer's length.",
         ],
     )
 

@@ -6,6 +6,8 @@ Owns their looks. matplotlib is optional: `pip install "pagedjax[bench]"`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,6 @@ from scripts.paging_experiments import (
     WINDOW,
     Experiment,
 )
-
-try:
-    import matplotlib
-except ImportError:
-    matplotlib = None
 
 COLOURS = {"max": "#9a9a9a", "pow2": "#c98f3c", "oracle": "#4f9d69", "paged": "#2f5fa8"}
 KINDS = {  # of E1: label, colour
@@ -41,20 +38,18 @@ MISSING = (
 
 def require_matplotlib() -> None:
     """Raises `ModuleNotFoundError` with what to do, before anything is simulated."""
-    if matplotlib is None:
+    if find_spec("matplotlib") is None:
         raise ModuleNotFoundError(MISSING)
 
 
 def save(experiments: Sequence[Experiment], folder: Path) -> list[Path]:
     """Draws each experiment that has a plot; returns the files written."""
     require_matplotlib()
-    import matplotlib as library
-
+    library: Any = import_module("matplotlib")  # optional, so loaded here and not at the top
     library.use("Agg")
     # Text stays text in the SVG, and the same figures give the same file.
     library.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "pagedjax"})
-    import matplotlib.pyplot as plt
-
+    plt: Any = import_module("matplotlib.pyplot")
     folder.mkdir(parents=True, exist_ok=True)
     drawers = {
         "E1": _memory,

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pagedjax.capacity import GIB, PageLayout
 from pagedjax.config import SchedulerConfig
@@ -373,15 +372,15 @@ class _Means:
 
 def sliding_mean(
     timeline: Sequence[tuple[float, int]], window: float, points: int = 400
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(times, means) of a step function over a window that ends at each time; f64[points] each."""
+) -> tuple[list[float], list[float]]:
+    """(times, means) of a step function over a window that ends at each time; `points` each."""
     times = np.array([time for time, _ in timeline])
     values = np.array([value for _, value in timeline], float)
     area = np.concatenate([[0.0], np.cumsum(values[:-1] * np.diff(times))])
     ends = np.linspace(times[0], times[-1], points + 1)[1:]
     starts = np.maximum(ends - window, times[0])
     covered = np.interp(ends, times, area) - np.interp(starts, times, area)
-    return ends, covered / (ends - starts)
+    return ends.tolist(), (covered / (ends - starts)).tolist()
 
 
 def _values(usage: Usage) -> tuple[int, ...]:
