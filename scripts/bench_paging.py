@@ -37,10 +37,15 @@ sys.path.insert(0, str(ROOT))
 
 from tqdm import tqdm  # noqa: E402
 
-from scripts import paging_arithmetic, paging_experiments, paging_plots  # noqa: E402
+from scripts import (  # noqa: E402
+    paging_arithmetic,
+    paging_experiments,
+    paging_plots,
+    paging_rates,
+)
 from scripts.contiguous_pool import POOLS  # noqa: E402
 from scripts.length_distributions import SimulatedRequest, read_trace  # noqa: E402
-from scripts.paging_experiments import Experiment, Settings  # noqa: E402
+from scripts.paging_runs import Experiment, Settings  # noqa: E402
 from scripts.paging_simulation import KV_BYTES, NUM_POSITIONS, StepTime  # noqa: E402
 
 QUICK: dict[str, Any] = {
@@ -88,12 +93,12 @@ def run(settings: Settings, keys: Sequence[str]) -> list[Experiment]:
     """The chosen experiments, in the order of their numbers."""
     makers: dict[str, Callable[[Settings], Experiment]] = {
         "E1": paging_experiments.memory_shares,
-        "E2": paging_experiments.rates,
+        "E2": paging_rates.rates,
         "E3": paging_experiments.batched_requests,
-        "E4": paging_experiments.sampling_rates,
+        "E4": paging_rates.sampling_rates,
         "E5": paging_arithmetic.sharing,
-        "E6": paging_experiments.prefix_rates,
-        "E7": paging_experiments.chat_rates,
+        "E6": paging_rates.prefix_rates,
+        "E7": paging_rates.chat_rates,
         "E9": paging_experiments.page_sizes,
         "E10": paging_arithmetic.preemption_costs,
         "E11": paging_arithmetic.example,

@@ -12,7 +12,7 @@ import numpy as np
 from pagedjax.paging import PageAllocator, PageTable
 from scripts.contiguous_pool import BuddyPool, asked_positions
 from scripts.length_distributions import MAX_MODEL_LEN
-from scripts.paging_experiments import Experiment, Settings, new_server, play, sources
+from scripts.paging_runs import Experiment, Settings, new_server, play, sources
 from scripts.paging_simulation import (
     ITEMSIZE,
     NUM_LAYERS,
@@ -71,10 +71,10 @@ def sharing(settings: Settings) -> Experiment:
         notes=[
             "Samples run in the scheduler. They share the full pages of their prompts, so that the"
             " prompts' spread, which is assumed, decides the figure.",
-            "A beam's lanes are forked and freed on the real page tables; each lane's parent is drawn evenly from the lanes, in every step or, since a"
-            " model that is sure of its next token leaves the lanes as they are, in a share of the"
-            " steps. Which share real models have is not published, and it decides the figure for"
-            " wide beams.",
+            "A beam's lanes are forked and freed on the real page tables; each lane's parent is"
+            " drawn evenly from the lanes, in every step or, since a model that is sure of its next"
+            " token leaves the lanes as they are, in a share of the steps. Which share real models"
+            " have is not published; it decides the figure for wide beams.",
         ],
         figures=figures,
     )

@@ -11,14 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from scripts.paging_experiments import (
-    NAMES,
-    PAPER_BATCHED,
-    PAPER_MEMORY,
-    SYSTEMS,
-    WINDOW,
-    Experiment,
-)
+from scripts.paging_experiments import PAPER_BATCHED, PAPER_MEMORY, WINDOW
+from scripts.paging_runs import NAMES, SYSTEMS, Experiment
 
 COLOURS = {"max": "#9a9a9a", "pow2": "#c98f3c", "oracle": "#4f9d69", "paged": "#2f5fa8"}
 KINDS = {  # of E1: label, colour

@@ -19,7 +19,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scripts import bench_paging, paging_arithmetic, paging_experiments, paging_plots
+from scripts import (
+    bench_paging,
+    paging_arithmetic,
+    paging_experiments,
+    paging_plots,
+    paging_rates,
+    paging_runs,
+)
 from scripts.contiguous_pool import (
     BuddyPool,
     ContiguousServer,
@@ -39,7 +46,8 @@ from scripts.length_distributions import (
     poisson_requests,
     read_trace,
 )
-from scripts.paging_experiments import Experiment, Settings, sustained_rate
+from scripts.paging_rates import sustained_rate
+from scripts.paging_runs import Experiment, Settings
 from scripts.paging_simulation import (
     NUM_POSITIONS,
     POSITION_BYTES,
@@ -62,9 +70,7 @@ def few(count: int, *, prompt: int = 100, output: int = 20, **shape: Any) -> lis
 
 
 def every_server() -> dict[str, Server]:
-    servers: dict[str, Server] = {
-        name: paging_experiments.new_server(name, QUIET) for name in BASELINES
-    }
+    servers: dict[str, Server] = {name: paging_runs.new_server(name, QUIET) for name in BASELINES}
     return servers | {
         "first-fit": ContiguousServer(NUM_POSITIONS, "oracle", pool="first-fit"),
         "paged": PagedServer(),
@@ -499,7 +505,7 @@ def test_pages_batch_more_requests() -> None:
 
 def test_pages_sustain_a_higher_rate() -> None:
     """Figure 12. The paper has 1.7-2.7 over Oracle and 2.7-8 over Max on ShareGPT."""
-    rates = paging_experiments.rates(QUIET).figures
+    rates = paging_rates.rates(QUIET).figures
     for rate in rates.values():
         assert rate["max"] < rate["pow2"] < rate["oracle"] < rate["paged"]
     chats = rates["ShareGPT-like"]
@@ -557,13 +563,13 @@ def test_beams_that_never_part_share_all_but_what_they_write(width: int) -> None
 def test_a_longer_shared_prefix_is_worth_more() -> None:
     """Figure 16: 1.67 and 3.58 times Oracle; our lengths are assumed, so only order and a floor."""
     settings = dataclasses.replace(QUIET, search_seconds=15.0)
-    rates = paging_experiments.prefix_rates(settings).figures
+    rates = paging_rates.prefix_rates(settings).figures
     gains = [rate["paged"] / rate["oracle"] for rate in rates.values()]
     assert 1.5 < gains[0] < gains[1]
 
 
 def test_chat_gains_from_pages() -> None:
-    rates = paging_experiments.chat_rates(QUIET).figures["chat"]
+    rates = paging_rates.chat_rates(QUIET).figures["chat"]
     assert rates["paged"] > 1.3 * max(rates[system] for system in BASELINES)
 
 
@@ -599,7 +605,7 @@ def test_the_papers_example_is_exact() -> None:
 
 def test_a_trace_is_played_at_the_rate_asked_for() -> None:
     trace = tuple(SimulatedRequest(10.0 * (i + 1), 5 + i, 3) for i in range(4))
-    (source,) = paging_experiments.sources(dataclasses.replace(QUIET, trace=trace))
+    (source,) = paging_runs.sources(dataclasses.replace(QUIET, trace=trace))
     assert source.rate == pytest.approx(0.1)
     assert source.make(rate=0.1, seconds=40, seed=0) == list(trace)
     twice = source.make(rate=0.2, seconds=40, seed=0)
@@ -688,9 +694,7 @@ def test_without_matplotlib_plots_are_refused_before_anything_runs(
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is of the bench extra")
 def test_plots_are_png_and_svg(tmp_path: Path) -> None:
     experiments = [memory(), paging_arithmetic.preemption_costs(QUIET)]
-    experiments.append(
-        paging_experiments.chat_rates(dataclasses.replace(QUIET, search_seconds=5.0))
-    )
+    experiments.append(paging_rates.chat_rates(dataclasses.replace(QUIET, search_seconds=5.0)))
     written = paging_plots.save(experiments, tmp_path)
     names = {f"{key}.{ending}" for key in ("e1", "e7", "e10") for ending in ("png", "svg")}
     assert {path.name for path in written} == names
