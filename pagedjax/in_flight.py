@@ -19,6 +19,7 @@ from pagedjax.request import (
     Sequence,
     TokenLogprobs,
 )
+from pagedjax.scheduling.beam_search import score_of
 from pagedjax.tokenizer import Tokenizer
 
 INTERNAL_ERROR = "internal error while handling this request; see the log"
@@ -55,8 +56,8 @@ class InFlight:
         if sample == 0 and new:
             self._note_time(now)
         detokenizer = self.detokenizers[sample]
-        if detokenizer is None:
-            return None
+        if detokenizer is None or self.request.params.beam_width is not None:
+            return None  # the tokens of beams are not final before the end
         for token in new:
             detokenizer.push(token)
         return detokenizer.stopped
@@ -134,9 +135,14 @@ class InFlight:
     def _chosen(self) -> list[Sequence]:
         """The sequences that are answers: all samples, or the n best, best first."""
         params = self.request.params
-        if params.best_of is None:
+        if params.beam_width is None and params.best_of is None:
             return self.sequences
-        return sorted(self.sequences, key=_mean_logprob, reverse=True)[: params.n]
+        rank = _mean_logprob if params.beam_width is None else self._score
+        return sorted(self.sequences, key=rank, reverse=True)[: params.n]
+
+    def _score(self, sequence: Sequence) -> float:
+        penalty = self.request.params.length_penalty
+        return score_of(sequence.cumulative_logprob, sequence.num_output_tokens, penalty)
 
     def _completion(
         self, index: int, sequence: Sequence, tokenizer: Tokenizer | None
@@ -144,7 +150,10 @@ class InFlight:
         detokenizer = self.detokenizers[sequence.sample]
         reason, stop_reason = sequence.finish_reason, sequence.stop_reason
         text = ""
+        is_beam = self.request.params.beam_width is not None
         if detokenizer is not None:
+            for token in sequence.output_token_ids if is_beam else ():
+                detokenizer.push(token)
             detokenizer.finish()
             text = detokenizer.text
             # The scheduler may have ended it first, by length or a stop id of the same token.
@@ -158,6 +167,8 @@ class InFlight:
             finish_reason=None if reason is None else reason.value,
             stop_reason=stop_reason,
         )
+        if is_beam:
+            completion.score = self._score(sequence)
         if self.request.params.row_logprobs is not None:
             completion.cumulative_logprob = sequence.cumulative_logprob
         if self.request.params.logprobs is not None:

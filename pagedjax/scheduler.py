@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Set
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from pagedjax.config import SchedulerConfig
@@ -26,6 +27,7 @@ from pagedjax.plan import PageCopy, RowUpdate, StepPlan, StepResult
 from pagedjax.request import FinishReason, Request, Sequence
 from pagedjax.scheduling import integrity
 from pagedjax.scheduling.adjustments import BanState
+from pagedjax.scheduling.beams import lane_to_park
 from pagedjax.scheduling.draft import StepDraft
 from pagedjax.scheduling.journal import JournaledAllocator
 from pagedjax.scheduling.live import LiveSequence, check_request
@@ -155,9 +157,10 @@ class Scheduler:
         if only is not None:
             self._num_preemptions += roster.preempt_all(but=only)
             waiting = [live for live in waiting if live.sequence.request.request_id in only]
-        draft = StepDraft(self.config, self.allocator, self.prefix_cache)
-        draft.schedule_running(roster.running)
-        draft.admit(waiting, roster.running, roster.free_slots)
+        draft, parked = self._draft(waiting, ()), list[LiveSequence]()
+        while (lane := lane_to_park(draft, roster, parked)) is not None:
+            parked.append(lane)
+            draft = self._draft(waiting, parked)
         if not draft.scheduled:
             return None
         draft.step = self._num_steps + 1
@@ -170,6 +173,8 @@ class Scheduler:
         except BaseException:
             for live in roster.running:
                 self._builder.set_pages(live)
+            for live in parked:  # another one was to have the slot
+                self._builder.set_slot(live.held_slot, live)
             raise
         _commit(draft, slots, roster, self.config.page_size)
         self._num_steps += 1
@@ -235,7 +240,9 @@ class Scheduler:
     ) -> None:
         """Ends one sequence, at any moment; nothing happens when it has ended before."""
         live = self.roster.live.get(sequence)
-        if live is not None:
+        if live is not None and live.owner.beams is not None:  # no lane goes on without the others
+            self.roster.close_all(live.owner, reason)
+        elif live is not None:
             sequence.stop_reason = stop_reason
             self.roster.close(live, reason)
 
@@ -286,6 +293,20 @@ class Scheduler:
     def assert_empty(self) -> None:
         """Raises `IntegrityError` when anything is left of the requests that ended."""
         integrity.check_empty(self.config, self.allocator, self.roster, self.pins)
+
+    def _draft(self, waiting: Seq[LiveSequence], parked: Seq[LiveSequence]) -> StepDraft:
+        """A step in which these idle lanes of beam searches give their pages and slots up."""
+        roster = self.roster
+        draft = StepDraft(self.config, self.allocator, self.prefix_cache)
+        running, free_slots = roster.running, roster.free_slots
+        if parked:
+            running = [live for live in running if live not in parked]
+            free_slots = sorted([*free_slots, *(live.held_slot for live in parked)])
+        for live in parked:
+            draft.park(live)
+        draft.schedule_running(running)
+        draft.admit(waiting, running, free_slots)
+        return draft
 
     def _take_pages(self, draft: StepDraft, slots: Mapping[LiveSequence, int]) -> list[PageCopy]:
         """Does with pages what the draft decided; inside a transaction."""

@@ -54,9 +54,11 @@ def logprob(state: int, token: int) -> tuple[float, int]:
 
 
 def likeliest(state: int, vocab_size: int) -> tuple[list[int], list[float]]:
-    """(ids, logprobs) of the tokens that the model finds likeliest."""
-    first = mix(state, 1) % vocab_size
-    return [(first + i) % vocab_size for i in range(MAX_LOGPROBS)], [-i / 8 for i in range(20)]
+    """(ids, logprobs) of the tokens that the model finds likeliest, best first."""
+    first, number = mix(state, 1) % vocab_size, mix(state, 2)
+    steps = [1 + (number >> 3 * i) % 8 for i in range(MAX_LOGPROBS)]  # in sixteenths: exact in f32
+    values = [-sum(steps[: i + 1]) / 16 for i in range(MAX_LOGPROBS)]
+    return [(first + i) % vocab_size for i in range(MAX_LOGPROBS)], values
 
 
 def advance(state: int, token: int, position: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagedjax.config import SchedulerConfig
-from pagedjax.request import FinishReason, Request
+from pagedjax.request import FinishReason, Request, Sequence
 from tests.fake_runner import advance, likeliest
 
 type Model = Callable[[tuple[int, ...]], dict[int, float]]
@@ -23,6 +23,23 @@ class PlainBeam:
     total: float
     score: float
     reason: FinishReason
+
+    def check(self, sequence: Sequence) -> None:
+        """A sequence that ended by itself must be this answer."""
+        params = sequence.request.params
+        assert sequence.output_token_ids == self.tokens
+        assert sequence.finish_reason is self.reason
+        assert sequence.cumulative_logprob == self.total
+        is_named = self.reason is FinishReason.STOP and self.tokens[-1] in params.stop_token_ids
+        assert sequence.stop_reason == (self.tokens[-1] if is_named else None)
+        if params.logprobs is not None:
+            pairs = list(zip(sequence.output_logprobs, self.tokens, strict=True))
+            assert sum(entry[token].logprob for entry, token in pairs) == self.total
+            for entry, token in pairs:
+                ranks = sorted(value.rank or 0 for value in entry.values())
+                top = list(range(1, params.logprobs + 1))
+                assert ranks in (top, [*top, entry[token].rank])
+                assert next(iter(entry)) == token
 
 
 def plain_beams(request: Request, max_tokens: int, model: Model) -> list[PlainBeam]:

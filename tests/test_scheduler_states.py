@@ -17,6 +17,7 @@ from pagedjax.plan import StepPlan, StepResult
 from pagedjax.request import FinishReason, Logprob, Request, SamplingParams, Sequence
 from pagedjax.scheduler import Scheduler
 from tests.fake_runner import FakeRunner, PlainAnswer, check_plan, plain_answer
+from tests.plain_beams import PlainBeam, fake_beams
 from tests.scheduler_faults import schedule_with_failures
 
 VOCAB = 24
@@ -52,6 +53,18 @@ def _plain(entry: dict[int, Logprob]) -> dict[int, tuple[float, int | None]]:
 def sampling_params(draw: st.DrawFn, max_n: int) -> SamplingParams:
     tokens = st.lists(st.integers(0, VOCAB - 1), max_size=3)
     max_tokens = draw(st.integers(1, 14))
+    if draw(st.integers(0, 3)) == 0:
+        return SamplingParams(
+            beam_width=draw(st.integers(1, max_n)),
+            length_penalty=draw(st.sampled_from([1.0, 0.0, -1.0, 2.0])),
+            early_stopping=draw(st.sampled_from([False, True, "never"])),
+            max_tokens=max_tokens,
+            min_tokens=draw(st.sampled_from([0, 0, min(3, max_tokens)])),
+            stop_token_ids=draw(st.sampled_from([(), (3,), (5, 6)])),
+            logprobs=draw(st.sampled_from([None, 0, 2])),
+            prompt_logprobs=draw(st.sampled_from([None, None, 0])),
+            ignore_eos=draw(st.booleans()),
+        )
     return SamplingParams(
         n=draw(st.integers(1, max_n)),
         max_tokens=max_tokens,
@@ -89,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(self.config, prefix_cache_root=ROOT)
         self.runner = FakeRunner(self.config, self.scheduler.allocator)
         self.sequences: list[Sequence] = []
+        self.beams: dict[str, list[PlainBeam]] = {}
         self.pending: list[tuple[StepPlan, StepResult | None]] = []
         self.read: tuple[StepPlan, StepResult] | None = None
 
@@ -125,7 +139,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(late=st.booleans(), with_failures=st.booleans())
     def step(self, late: bool, with_failures: bool) -> None:
         roster = self.scheduler.roster
-        oldest = None if self.pending else next(iter([*roster.running, *roster.waiting]), None)
+        queues = [*roster.running, *roster.waiting]
+        can_run = [live for live in queues if live.offers is None and not self.pending]
+        oldest = next(iter(can_run), None)
         plan = (
             schedule_with_failures(self.scheduler) if with_failures else self.scheduler.schedule()
         )
@@ -147,10 +163,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.drop(plan)
             return
         owed = [s.sequence for s in plan.scheduled if s.epoch == s.sequence.epoch and s.num_samples]
-        owed = [sequence for sequence in owed if not sequence.is_finished]
+        owed = [s for s in owed if not s.is_finished and s.request.params.beam_width is None]
         before = {s: s.num_tokens for s in self.sequences}
+        was_finished = {s: s.is_finished for s in self.sequences}
         advanced = self.scheduler.update(plan, result)
-        grown = [s for s in self.sequences if s.num_tokens > before[s]]
+        ended = [s for s in self.sequences if not was_finished[s] and s.is_finished]
+        grown = [s for s in self.sequences if s.num_tokens > before[s] or s in ended]
         assert sorted(map(_name, advanced)) == sorted(map(_name, grown))
         assert set(map(_name, owed)) <= set(map(_name, grown))
         self.read = (plan, result)
@@ -204,6 +222,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             self.scheduler.check_integrity()
 
+    def check_beam(self, sequence: Sequence) -> None:
+        request_id = sequence.request.request_id
+        if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if request_id not in self.beams:
+                self.beams[request_id] = fake_beams(sequence.request, self.config)
+            self.beams[request_id][sequence.sample].check(sequence)
+
     def deliver_all(self) -> None:
         while self.pending:
             self.deliver_first()
@@ -221,6 +246,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.assert_empty()
         for sequence in self.sequences:
             assert sequence.is_finished
+            if sequence.request.params.beam_width is not None:
+                self.check_beam(sequence)
+                continue
             check_answer(sequence, plain_answer(sequence.request, sequence.sample, self.config))
         assert self.scheduler.reset_prefix_cache()
 

@@ -44,7 +44,10 @@ class Adjustments:
 
     @classmethod
     def of(cls, request: Request, vocab_size: int) -> Adjustments | None:
-        """The request's adjustments, or None when its logits are sampled as they are."""
+        """The request's adjustments, or None when its logits are sampled as they are.
+
+        A beam search samples nothing; it keeps to min_tokens where it selects.
+        """
         params = request.params
         has_any = (
             params.has_penalties
@@ -54,7 +57,7 @@ class Adjustments:
             or request.bad_sequences
             or (params.min_tokens > 0 and request.stop_ids)
         )
-        return cls(request, vocab_size) if has_any else None
+        return cls(request, vocab_size) if has_any and params.beam_width is None else None
 
     @property
     def leaves_nothing(self) -> bool:

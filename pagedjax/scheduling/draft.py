@@ -14,7 +14,7 @@ from pagedjax.errors import IntegrityError
 from pagedjax.paging import PageAllocator, PrefixCache
 from pagedjax.plan import ScheduledSequence
 from pagedjax.request import Sequence
-from pagedjax.scheduling.live import LiveSequence
+from pagedjax.scheduling.live import LiveRequest, LiveSequence
 
 
 class StepDraft:
@@ -27,6 +27,7 @@ class StepDraft:
       grown: those that need a page or a copy, with the positions they must cover, in order.
       victims: those that give all their pages up, latest first.
       step: number of the step, for the plan.
+      short_of_pages: the one at the front of the queue, where only pages kept it out.
       admitted: those that leave the queue, with the cached pages they start from.
     """
 
@@ -40,6 +41,7 @@ class StepDraft:
         self.grown: list[tuple[LiveSequence, int]] = []
         self.victims: list[LiveSequence] = []
         self.admitted: list[tuple[LiveSequence, list[int]]] = []
+        self.short_of_pages: LiveSequence | None = None
         self.num_tokens = 0
         self.num_rows = 0
         self.step = 0
@@ -48,7 +50,13 @@ class StepDraft:
         self._cache = cache
         self._max_rows = config.max_rows
         self._free = allocator.num_free
+        self._num_parked = 0
         self._references: dict[int, int] = {}  # where they differ from the allocator's by now
+
+    def park(self, idle: LiveSequence) -> None:
+        """An idle lane of a beam search gives its pages up; to be called first of all."""
+        self._preempt(idle)
+        self._num_parked += 1
 
     def schedule_running(self, running: Seq[LiveSequence]) -> None:
         """Gives each running sequence its tokens, oldest first; preempts from the other end."""
@@ -59,7 +67,7 @@ class StepDraft:
         for at, live in enumerate(running, 1):
             if at > len(kept) or self.num_tokens >= budget:
                 return
-            if live.in_flight is not None:
+            if live.in_flight is not None or live.offers is not None:
                 continue
             sequence = live.sequence
             start = sequence.num_computed_tokens
@@ -73,10 +81,7 @@ class StepDraft:
             needs_page = total > live.capacity or live.shares_tail
             if needs_page and not self._make_room(live, total, kept, at):
                 return
-            slot = sequence.slot
-            if slot is None:
-                raise IntegrityError(f"running sequence {live.key} has no slot.")
-            self._add(live, start, slot, num_tokens, num_prompt_rows, num_samples)
+            self._add(live, start, live.held_slot, num_tokens, num_prompt_rows, num_samples)
 
     def admit(
         self, waiting: Seq[LiveSequence], running: Seq[LiveSequence], free_slots: Seq[int]
@@ -88,12 +93,23 @@ class StepDraft:
         need one. An idle engine thus takes anything that passed the door.
         """
         budget = self._config.max_num_batched_tokens
-        if self.victims or not waiting or not free_slots or self.num_tokens >= budget:
+        if (
+            len(self.victims) > self._num_parked
+            or not waiting
+            or not free_slots
+            or self.num_tokens >= budget
+        ):
             return
         promised = sum(live.width - 1 for live in running if not live.owner.is_forked)
         slots_left = len(free_slots) - promised
         reserved = self._reserved(running)
+        parked: LiveRequest | None = None
         for live in waiting:
+            if live.offers is not None:
+                parked = live.owner
+                continue
+            if parked is not None and live.owner is not parked:
+                return  # the lanes in front will need the room once their search turns
             if live.width > slots_left or self.num_tokens >= budget:
                 return
             sequence = live.sequence
@@ -103,7 +119,10 @@ class StepDraft:
             num_tokens, num_prompt_rows, num_samples = self._chunk(live, start)
             revived = sum(self._count(page) == 0 for page in hits)
             whole = self._pages_for(sequence.num_tokens) - len(hits) + revived
-            if num_tokens == 0 or whole > self._free - reserved:
+            if num_tokens == 0:
+                return
+            if whole > self._free - reserved:
+                self.short_of_pages = live
                 return
             for page in hits:
                 self._references[page] = self._count(page) + 1
@@ -194,7 +213,7 @@ class StepDraft:
         rows_left = self._max_rows - self.num_rows
         remaining = sequence.num_tokens - start
         num_tokens = min(remaining, self._config.max_num_batched_tokens - self.num_tokens)
-        samples = live.width
+        samples = live.num_draws
         if num_tokens == remaining:
             prompt_rows = _prompt_rows(sequence, start, num_tokens)[0]
             if prompt_rows + samples <= rows_left:

@@ -12,6 +12,7 @@ from pagedjax.config import SchedulerConfig
 from pagedjax.errors import IntegrityError
 from pagedjax.paging import PageAllocator, PrefixCache
 from pagedjax.request import SequenceStatus
+from pagedjax.scheduling.beams import lane_problems
 from pagedjax.scheduling.live import LiveSequence
 from pagedjax.scheduling.pins import Pins
 from pagedjax.scheduling.plan_builder import PlanBuilder
@@ -32,6 +33,9 @@ def check_integrity(
     cache.check_integrity()
     _check_places(roster)
     _check_slots(config, roster)
+    problems = [text for owner in roster.requests.values() for text in lane_problems(owner)]
+    if problems:
+        raise IntegrityError("; ".join(problems))
     for live in roster.live.values():
         if live.sequence.status is SequenceStatus.RUNNING:
             _check_running(live, config, allocator, builder)
@@ -124,7 +128,8 @@ def _check_running(
             f"sequence {live.key} must hold {expected} pages for {computed} computed and {flight} "
             f"scheduled positions. Got {len(pages)}, capacity {live.capacity}."
         )
-    if computed + flight > sequence.num_tokens or (not flight and computed == sequence.num_tokens):
+    is_idle = not flight and computed == sequence.num_tokens
+    if computed + flight > sequence.num_tokens or is_idle != (live.offers is not None):
         raise IntegrityError(
             f"sequence {live.key} must have a token to run. Got {computed} computed and {flight} "
             f"scheduled of {sequence.num_tokens}."

@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pagedjax.config import SchedulerConfig
-from pagedjax.errors import RequestError
+from pagedjax.errors import IntegrityError, RequestError
 from pagedjax.paging import PrefixChain
-from pagedjax.plan import PageCopy, ScheduledSequence
+from pagedjax.plan import MAX_LOGPROBS, PageCopy, ScheduledSequence
 from pagedjax.request import Request, Sequence
 from pagedjax.scheduling.adjustments import Adjustments, BanState
+from pagedjax.scheduling.beam_search import BeamSearch, Offers
 from pagedjax.scheduling.journal import JournaledTable
 
 # (rank, arrival, sample): the order of the queues, and of who gives way. `arrival` is unique, so
@@ -36,6 +37,9 @@ class LiveSequence:
     in_flight: ScheduledSequence | None = None  # what a plan computes whose result is not read yet
     decode_note: ScheduledSequence | None = None  # of its last decode step, to be used again
     row_state: BanState | None = None  # what its slot's sampler row says; None: nothing of it yet
+    # Of beam search: what may follow its last token. It is idle, with nothing to run, until the
+    # offers of all lanes of its request are in.
+    offers: Offers | None = None
 
     @property
     def is_leader(self) -> bool:
@@ -46,6 +50,19 @@ class LiveSequence:
     def width(self) -> int:
         """Slots that it needs: at the fork, one for each sequence of the request."""
         return 1 if self.owner.is_forked else len(self.owner.members)
+
+    @property
+    def held_slot(self) -> int:
+        """Its slot, which it must have."""
+        slot = self.sequence.slot
+        if slot is None:
+            raise IntegrityError(f"running sequence {self.key} has no slot.")
+        return slot
+
+    @property
+    def num_draws(self) -> int:
+        """Rows that draw once its tokens are run: at the fork of samples, one for each of them."""
+        return self.width if self.owner.beams is None else 1
 
     def catch_up(self) -> None:
         """Tells the table of positions that were computed without a new page.
@@ -75,6 +92,8 @@ class LiveRequest:
     members: list[LiveSequence] = field(default_factory=list[LiveSequence])  # not finished
     is_forked: bool = True  # False: members[0] is to compute the prompt for all of them
     was_admitted: bool = False
+    beams: BeamSearch | None = None
+    lanes: list[LiveSequence] = field(default_factory=list[LiveSequence])  # of beams, best first
 
     def may_read_cache(self, sequence: Sequence) -> bool:
         """False while logprobs of the prompt are missing: cached positions give no logits."""
@@ -114,7 +133,7 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
             param=name,
         )
     if params.beam_width is not None:
-        raise RequestError("`beam_width` must be left out for now. Got one.", param="beam_width")
+        _check_beams(request, params.beam_width, config.vocab_size)
     if request.priority != 0 and config.scheduling_policy == "fcfs":
         raise RequestError(
             f"`priority` must be 0 unless the engine runs with `scheduling_policy` priority. "
@@ -140,6 +159,17 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
             f"{len(params.allowed_token_ids or ())} ids, and each is a bad token, or a stop token "
             f"that `min_tokens` {params.min_tokens} bans.",
             param="allowed_token_ids",
+        )
+
+
+def _check_beams(request: Request, beam_width: int, vocab_size: int) -> None:
+    """Among the tokens that a step reports must be enough that end no beam."""
+    most = min(MAX_LOGPROBS, vocab_size) - len(request.stop_ids)
+    if beam_width > most:
+        raise RequestError(
+            f"`beam_width` must be at most {most} with {len(request.stop_ids)} tokens that end a "
+            f"beam (eos and `stop_token_ids`). Got {beam_width}.",
+            param="beam_width",
         )
 
 

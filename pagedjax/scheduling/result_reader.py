@@ -10,8 +10,10 @@ from __future__ import annotations
 from pagedjax.config import SchedulerConfig
 from pagedjax.errors import IntegrityError
 from pagedjax.paging import PrefixCache
-from pagedjax.plan import ScheduledSequence, StepResult
+from pagedjax.plan import MAX_LOGPROBS, ScheduledSequence, StepResult
 from pagedjax.request import FinishReason, Logprob, Sequence, TokenLogprobs
+from pagedjax.scheduling.beam_search import Offers
+from pagedjax.scheduling.beams import BeamTurner
 from pagedjax.scheduling.journal import JournaledAllocator
 from pagedjax.scheduling.live import LiveSequence
 from pagedjax.scheduling.plan_builder import PlanBuilder
@@ -54,6 +56,7 @@ class ResultReader:
         self._cache = cache
         self._roster = roster
         self._builder = builder
+        self._beams = BeamTurner(allocator, roster, builder)
 
     def read(
         self, live: LiveSequence, scheduled: ScheduledSequence, readback: Readback
@@ -76,6 +79,9 @@ class ResultReader:
             logprobs.append(self._logprobs(target, result, row, num_top))
         if scheduled.num_samples == 0:
             return []
+        if live.owner.beams is not None:
+            self.num_generated_tokens += 1
+            return self._beams.take(live, live.owner.beams, self._offers(result, drawing))
         members = self._fork(live) if live.is_leader else [live]
         for row, member in enumerate(members, drawing):
             self._append(member, tokens[row], result, row)
@@ -132,6 +138,14 @@ class ResultReader:
             self._roster.close(live, FinishReason.STOP)
         elif num_output >= owner.max_output_tokens:
             self._roster.close(live, FinishReason.LENGTH)
+
+    def _offers(self, result: StepResult, row: int) -> Offers:
+        """The likeliest tokens that a row reports, as many as there are."""
+        count = min(MAX_LOGPROBS, self._config.vocab_size)
+        ids: list[int] = result.top_ids[row, :count].tolist()
+        if min(ids) < 0 or max(ids) >= self._config.vocab_size:
+            raise IntegrityError(f"tokens must be in [0, {self._config.vocab_size}). Got {ids}.")
+        return list(zip(ids, result.top_logprobs[row, :count].tolist(), strict=True))
 
     def _logprobs(self, token: int, result: StepResult, row: int, num_top: int) -> TokenLogprobs:
         num_top = min(num_top, self._config.vocab_size)

@@ -14,6 +14,7 @@ from pagedjax.errors import IntegrityError, RequestError
 from pagedjax.paging import PrefixCache
 from pagedjax.request import FinishReason, Request, Sequence, SequenceStatus
 from pagedjax.scheduling.adjustments import Adjustments
+from pagedjax.scheduling.beam_search import BeamSearch
 from pagedjax.scheduling.journal import JournaledAllocator, JournaledTable
 from pagedjax.scheduling.live import LiveRequest, LiveSequence, SequenceKey, rank_of
 
@@ -94,6 +95,18 @@ class Roster:
         live.sequence.status = SequenceStatus.RUNNING
         insort(self.running, live, key=_key)
 
+    def unpromised_slots(self) -> list[int]:
+        """Free slots that no fork to come counts on, ascending."""
+        promised = sum(live.width - 1 for live in self.running)
+        return self.free_slots[: len(self.free_slots) - promised]
+
+    def go_on(self, live: LiveSequence, slot: int) -> None:
+        """A lane that waits, or is in no queue yet, runs at once, on the pages of a running one."""
+        at = bisect_left(self.waiting, live.key, key=_key)
+        if at < len(self.waiting) and self.waiting[at] is live:
+            del self.waiting[at]
+        self.take_slot(live, slot)
+
     def requeue(self, live: LiveSequence) -> None:
         """From running, its pages released, to its place by age in waiting."""
         self._leave(live)
@@ -171,6 +184,8 @@ class Roster:
             adjustments=Adjustments.of(request, config.vocab_size),
             is_forked=params.num_sequences == 1,
         )
+        if params.beam_width is not None:
+            owner.beams = BeamSearch(request, owner.max_output_tokens)
         for sample in range(params.num_sequences):
             sequence = Sequence(request, sample, list(request.prompt_token_ids), num_prompt)
             if params.prompt_logprobs is not None:
