@@ -3,7 +3,7 @@
 Same contracts as `kv_update`, whose checks have passed. A tile of a page cannot be written in
 part, so new tokens go in by reading, changing and writing back their page, once for each run of
 tokens that follow each other in one page; a run that fills its page reads nothing. Scales likewise,
-a page's slab [2 * num_kv_heads, page_size] at a time, with the tokens along the lanes.
+a page's slab of all heads at a time, with the tokens along the lanes.
 """
 
 import functools
@@ -28,6 +28,7 @@ SMALL_VMEM = 16 * 2**20  # all that a TPU v4 has
 SPARE_VMEM = 2 * 2**20  # for what the compiler adds
 TILE_BYTES = 32  # of a column of a tile, whatever the dtype: 8 rows of 32 bits
 LANES = 128
+SUBLANES = 8  # rows of a tile of 32-bit numbers
 SCALE_BYTES = 2 * 2**20  # of vector memory for the new scales of one call of the kernel
 COPIES = 8  # page copies in flight
 RUN_WORDS = 5  # of a run in flight: the fields of `_Run` but the last
@@ -263,9 +264,6 @@ def write_scales_tpu(
 ) -> jax.Array:
     """**DONATES** under a donating jit. The scales of new tokens, in place.
 
-    In place for 1, 2, 4 or a multiple of 8 KV heads: others the compiler for TPUs keeps in an order
-    of its own, and copies all scales there and back.
-
     Args:
       kv_scales: f32[num_pages, 2, num_kv_heads, page_size].
       k_scales, v_scales: f32[num_tokens, num_kv_heads].
@@ -280,14 +278,18 @@ def write_scales_tpu(
     """
     num_kv_heads, page_size = kv_scales.shape[2:]
     check_scales(page_size)
-    per_token = 2 * num_kv_heads
+    # In memory the compiler for TPUs puts K and V inside the heads for these counts, which saves it
+    # padding. A kernel takes axes in their order only: so turned, nothing is copied.
+    turned = num_kv_heads not in (1, 2, 4) and num_kv_heads % SUBLANES != 0
+    outer, inner = (num_kv_heads, 2) if turned else (2, num_kv_heads)
+    per_token = outer * -(-inner // SUBLANES) * SUBLANES  # numbers that a token takes up
     most = min(MAX_TOKENS, SCALE_BYTES // (4 * per_token) // LANES * LANES)
-    new = jnp.concatenate([k_scales, v_scales], axis=1)
-    pages = kv_scales.reshape(-1, per_token, LANES)
+    new = jnp.stack([k_scales, v_scales], axis=2 if turned else 1)
+    pages = kv_scales.swapaxes(1, 2) if turned else kv_scales
     for start in range(0, new.shape[0], most):
         part = slice(start, start + most)
         pages = _write_scales(pages, new[part], slot_mapping[part], interpret)
-    return pages.reshape(kv_scales.shape)
+    return pages.swapaxes(1, 2) if turned else pages
 
 
 def check_scales(page_size: int) -> None:
@@ -301,14 +303,14 @@ def check_scales(page_size: int) -> None:
 
 
 def _write_scales(
-    scales: jax.Array,  # f32[num_pages, 2 * num_kv_heads, LANES]
-    new: jax.Array,  # f32[num_tokens, 2 * num_kv_heads]
+    scales: jax.Array,  # f32[num_pages, outer, inner, LANES]
+    new: jax.Array,  # f32[num_tokens, outer, inner]
     slots: jax.Array,
     interpret: Any,
 ) -> jax.Array:
-    num_tokens, per_token = new.shape
-    new = jnp.pad(new, ((0, -num_tokens % LANES), (0, 0)))
-    blocks = new.reshape(-1, LANES, per_token).swapaxes(1, 2)  # along the lanes, as in a page
+    new = jnp.pad(new, ((0, -new.shape[0] % LANES), (0, 0), (0, 0)))
+    blocks = new.reshape(-1, LANES, *new.shape[1:])
+    blocks = jnp.moveaxis(blocks, 1, 3)  # along the lanes, as in a page
 
     return _call(
         lambda new: {"copy_new": lambda *_: None, "merge": functools.partial(_merge_scales, new)},
@@ -325,15 +327,16 @@ def _write_scales(
 
 
 def _merge_scales(new: Any, refs: _Refs, run: "_Run") -> None:
-    """Columns of a page: new VMEM f32[blocks, 2 * num_kv_heads, LANES] has a run in two blocks."""
+    """Columns of a page: new VMEM f32[blocks, outer, inner, LANES] has a run in two blocks."""
     block, first = lax.div(run.token, jnp.int32(LANES)), lax.rem(run.token, jnp.int32(LANES))
     shift = lax.rem(run.offset - first + LANES, jnp.int32(LANES))
-    column = lax.broadcasted_iota(jnp.int32, new.shape[1:], 1)
-    begins = pltpu.roll(new[block], shift, 1)
-    ends = pltpu.roll(new[jnp.minimum(block + 1, new.shape[0] - 1)], shift, 1)
-    tokens = jnp.where(first + column - run.offset < LANES, begins, ends)
+    after = jnp.minimum(block + 1, new.shape[0] - 1)
+    column = lax.broadcasted_iota(jnp.int32, new.shape[2:], 1)
     mine = (column >= run.offset) & (column < run.offset + run.length)
-    refs.page[run.place] = jnp.where(mine, tokens, refs.page[run.place])
+    for i in range(new.shape[1]):
+        begins, ends = (pltpu.roll(new[b, i], shift, 1) for b in (block, after))
+        tokens = jnp.where(first + column - run.offset < LANES, begins, ends)
+        refs.page[run.place, i] = jnp.where(mine, tokens, refs.page[run.place, i])
 
 
 def _call(
