@@ -31,6 +31,8 @@ class Batch:
     max_q_len: int | None = field(default=None, metadata={"static": True})  # 1: decode only
     # Shared runs of pages are read once, where the implementation and the call allow it.
     cascade: bool = field(default=False, metadata={"static": True})
+    # The same bits for a row whatever else is in the batch.
+    batch_invariant: bool = field(default=False, metadata={"static": True})
 
 
 def attend(
@@ -104,6 +106,7 @@ def attend(
         alibi_slopes=alibi_slopes,
         kv_scales=kv_cache.scales(layer),
         max_q_len=batch.max_q_len,
+        batch_invariant=batch.batch_invariant,
         plan=plan,
         implementation=batch.implementation,
     )

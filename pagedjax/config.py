@@ -62,6 +62,10 @@ class EngineConfig:
       kv_cache_dtype: of pages; "auto" is `dtype`. "fp8" (float8_e4m3fn) and "int8" hold about
         twice as many tokens, each vector with a scale of its own.
       cascade_attention: sequences that share a long prefix read it once (Pallas kernels only).
+      batch_invariant: a request gets the same bits whatever else runs, however its prompt is cut
+        and whatever becomes of its pages. Every step is then padded to `max_num_batched_tokens`
+        (default: `max_num_seqs`, at least 64), so that decoding costs what as many prompt tokens
+        cost; not with `cascade_attention`.
       swap_space: GiB of host memory for pages of preempted requests and evicted prefixes; 0: none.
       preemption_mode: what becomes of the pages of a request that gives way: "swap" moves them to
         `swap_space`, "recompute" drops them, "auto" does what is estimated to be faster. A swap
@@ -90,6 +94,7 @@ class EngineConfig:
     attention_implementation: str | None = None
     kv_cache_dtype: str = "auto"
     cascade_attention: bool = False
+    batch_invariant: bool = False
     swap_space: float = 0.0
     preemption_mode: PreemptionMode = "auto"
     victim_policy: VictimPolicy = "latest"
@@ -121,10 +126,15 @@ class EngineConfig:
             raise ConfigError(
                 f"`kv_cache_dtype` must be one of {', '.join(KV_CACHE_DTYPES)}. Got {cache!r}."
             )
-        for name in ("enable_prefix_caching", "cascade_attention"):
+        for name in ("enable_prefix_caching", "cascade_attention", "batch_invariant"):
             value: Any = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"`{name}` must be true or false. Got {value!r}.")
+        if self.batch_invariant and self.cascade_attention:
+            raise ConfigError(
+                "`batch_invariant` must be used without `cascade_attention`: who shares a prefix is "
+                "a matter of what else is in the batch. Got both: turn one off."
+            )
         _check_swap_space(self.swap_space)
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         _check_choice("victim_policy", self.victim_policy, VICTIM_POLICIES)
@@ -165,6 +175,7 @@ class SchedulerConfig:
     num_pages: int
     vocab_size: int
     enable_prefix_caching: bool = True
+    batch_invariant: bool = False
     num_host_pages: int = 0
     preemption_mode: PreemptionMode = "auto"
     victim_policy: VictimPolicy = "latest"
@@ -207,13 +218,18 @@ class SchedulerConfig:
     def decode_buckets(self) -> tuple[int, ...]:
         """Token counts of steps in which each sequence runs one token: 2, 8, 32, ...
 
-        Reading the weights is most of such a step's time, so padding costs it little.
+        Reading the weights is most of such a step's time, so padding costs it little. None where
+        all steps must be one program.
         """
+        if self.batch_invariant:
+            return ()
         return growing(SMALLEST_BUCKET, self.max_rows, factor=4)
 
     @property
     def mixed_buckets(self) -> tuple[int, ...]:
         """Token counts of steps with prompts in them; all are larger than a decode bucket."""
+        if self.batch_invariant:
+            return (max(self.max_rows, self.max_num_batched_tokens),)
         smallest = min(SMALLEST_MIXED_BUCKET, max(SMALLEST_BUCKET, self.max_num_batched_tokens))
         while smallest <= self.max_rows:
             smallest *= 2
@@ -229,12 +245,12 @@ class SchedulerConfig:
 
         `decode_only`: no sequence of the step runs more than one token.
         """
-        candidates = self.decode_buckets if decode_only else self.mixed_buckets
+        candidates = self.buckets if decode_only else self.mixed_buckets
         return next(bucket for bucket in candidates if bucket >= max(num_tokens, num_rows))
 
     def is_decode_bucket(self, bucket: int) -> bool:
         """True for steps in which each sequence runs one token."""
-        return bucket <= self.decode_buckets[-1]
+        return bucket in self.decode_buckets
 
     def rows_in(self, bucket: int) -> int:
         """Sequences, and sampling rows, that a step of this bucket has room for."""

@@ -127,7 +127,11 @@ class ModelRunner:
         """
         self.model = model
         self._config = config
-        self._static = {"implementation": implementation, "cascade": cascade}
+        self._static = {
+            "implementation": implementation,
+            "cascade": cascade,
+            "batch_invariant": config.batch_invariant,
+        }
         self._forwards: dict[int, Callable[..., Any]] = {}
         self._samplers: dict[int, Callable[..., Any]] = {}
         self._copy: Callable[[KVCache, Any], KVCache] | None = None

@@ -25,7 +25,13 @@ from pagedjax.capacity import (
     pool_budget,
     size_pool,
 )
-from pagedjax.config import KV_CACHE_DTYPES, EngineConfig, SchedulerConfig, check_page_size
+from pagedjax.config import (
+    KV_CACHE_DTYPES,
+    SMALLEST_MIXED_BUCKET,
+    EngineConfig,
+    SchedulerConfig,
+    check_page_size,
+)
 from pagedjax.engine import LLMEngine
 from pagedjax.errors import ConfigError
 from pagedjax.kernel_choice import KernelChoice
@@ -218,7 +224,7 @@ def _resolve(
     )
     most_tokens = max_num_seqs * pool.max_model_len
     tokens = options.max_num_batched_tokens or max(
-        max_num_seqs, min(defaults.max_num_batched_tokens, most_tokens)
+        max_num_seqs, min(_default_tokens(options), most_tokens)
     )
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -228,6 +234,7 @@ def _resolve(
         num_pages=pool.num_pages,
         vocab_size=flat.vocab_size,
         enable_prefix_caching=options.enable_prefix_caching,
+        batch_invariant=options.batch_invariant,
         num_host_pages=_num_host_pages(options, layout, pool),
         preemption_mode=options.preemption_mode,
         victim_policy=options.victim_policy,
@@ -237,6 +244,15 @@ def _resolve(
         max_queue_tokens=options.max_queue_tokens,
     )
     return config, layout, pool
+
+
+def _default_tokens(options: EngineConfig) -> int:
+    """Tokens of a step; few where every step has as many."""
+    return (
+        SMALLEST_MIXED_BUCKET
+        if options.batch_invariant
+        else (device.defaults().max_num_batched_tokens)
+    )
 
 
 def _num_host_pages(options: EngineConfig, layout: PageLayout, pool: PoolSize) -> int:
@@ -297,7 +313,7 @@ def _step_bytes(
     """Temporaries of the largest step, compiled once over a pool of two pages."""
     defaults = device.defaults()
     seqs = options.max_num_seqs or defaults.max_num_seqs
-    tokens = options.max_num_batched_tokens or defaults.max_num_batched_tokens
+    tokens = options.max_num_batched_tokens or _default_tokens(options)
     probe = SchedulerConfig(
         max_num_seqs=seqs,
         max_num_batched_tokens=max(seqs, tokens),
@@ -305,6 +321,7 @@ def _step_bytes(
         page_size=layout.page_size,
         num_pages=2,
         vocab_size=flat.vocab_size,
+        batch_invariant=options.batch_invariant,
     )
     runner = _runner(flat, probe, cache_dtype, choice, options)
     return runner.temp_bytes(probe.buckets[-1])

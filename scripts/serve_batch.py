@@ -189,6 +189,12 @@ def _add_engine(made: Parser) -> None:
         action="store_true",
         help="sequences that share a long prefix read it once (Pallas kernels only)",
     )
+    group.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="the same bits for a prompt whatever else runs; every step then has "
+        "--max-num-batched-tokens (default here: --max-num-seqs, at least 64)",
+    )
     _add_memory_pressure(made)
     _add_policy(made)
 

@@ -53,6 +53,7 @@ def scheduler_config(**sizes: int) -> SchedulerConfig:
         ("num_pages", [8], r"Got \[8\]"),
         ("memory_utilization", [0.5], r"Got \[0\.5\]"),
         ("cascade_attention", "no", "true or false. Got 'no'"),
+        ("batch_invariant", 1, "true or false. Got 1"),
         ("swap_space", -1, r"finite number of GiB, 0 \(none\) or more\. Got -1"),
         ("swap_space", float("inf"), "Got inf"),
         ("swap_space", float("nan"), "Got nan"),
