@@ -132,8 +132,8 @@ class EngineConfig:
                 raise ConfigError(f"`{name}` must be true or false. Got {value!r}.")
         if self.batch_invariant and self.cascade_attention:
             raise ConfigError(
-                "`batch_invariant` must be used without `cascade_attention`: who shares a prefix is "
-                "a matter of what else is in the batch. Got both: turn one off."
+                "`batch_invariant` must be used without `cascade_attention`: who shares a prefix "
+                "is a matter of what else is in the batch. Got both: turn one off."
             )
         _check_swap_space(self.swap_space)
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)

@@ -1,4 +1,4 @@
-"""`batch_invariant=True`: one request, the same bits, whatever else runs and becomes of its pages."""
+"""`batch_invariant=True`: the same bits, whatever else runs and becomes of a request's pages."""
 
 from __future__ import annotations
 
