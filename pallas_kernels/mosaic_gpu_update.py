@@ -23,6 +23,7 @@ _MAX_BOX = 256  # elements of a TMA copy along each axis
 _TMA_BYTES = 16  # every stride and the last axis of a copy are multiples of it
 _STAGED_BYTES = 32 * 1024  # of shared memory that a CTA moves through: several CTAs share an SM
 _MAX_TOKENS = 16  # of a CTA
+_MAX_PAIRS = 32  # of pages: each has a barrier, and Mosaic lowers no more in a group
 
 
 def write_kv_gpu(
@@ -101,8 +102,8 @@ def copy_pages_gpu(
       interpret: False, True (races are errors) or interpret parameters.
 
     Raises:
-      NotImplementedError: the chip has no TMA, the sizes do not suit it, or one row of all pairs
-        does not fit in shared memory; at trace time.
+      NotImplementedError: the chip has no TMA, the sizes do not suit it, or there are more than
+        32 pairs; at trace time.
     """
     _check_tma("copy_pages", kv_pages)
     num_pages, _, num_kv_heads, page_size, head_dim = kv_pages.shape
@@ -201,16 +202,12 @@ def _tokens_per_block(num_tokens: int, token_bytes: int) -> int:
     return 1 << (block.bit_length() - 1)
 
 
-def _most_staged() -> int:
-    return mosaic_gpu_target.target().smem_bytes // 2  # barriers and alignment need some of it
-
-
 def _rows_per_block(n: int, page_size: int, row_bytes: int) -> int:
     """Rows of a CTA's piece of each page: a power of two that divides page_size."""
-    if n * row_bytes > _most_staged():
+    if n > _MAX_PAIRS:  # 32 rows of the widest pages fit into shared memory
         raise NotImplementedError(
-            f"`src` must have at most {_most_staged() // row_bytes} entries for 'mosaic_gpu': one "
-            f"row of each page is held at once. Got {n}. Use 'xla', or several calls."
+            f"`src` must have at most {_MAX_PAIRS} entries for 'mosaic_gpu'. Got {n}. Use 'xla', "
+            "or several calls."
         )
     rows = max(1, min(_STAGED_BYTES * 2 // (n * row_bytes), page_size))
     return math.gcd(1 << (rows.bit_length() - 1), page_size)

@@ -186,7 +186,7 @@ def _measurements(small: bool) -> Iterator[tuple[str, Any, str]]:
     for batch in (64, 256):
         yield "write_kv", Sizes(batch=batch, context=1024), ours
     yield "write_kv", Sizes(batch=1, context=2048, new=2048), ours
-    yield "copy_pages", Sizes(batch=64, context=1024), ours
+    yield "copy_pages", Sizes(batch=32, context=1024), ours
     yield "decode", Sizes(context=8192), "xla"
     yield "prefill", Sizes(batch=1, context=2048, new=2048), "xla"
     for batch in (1, 8, 256):
@@ -197,7 +197,7 @@ def _measurements(small: bool) -> Iterator[tuple[str, Any, str]]:
         for page_size, dtype in ((64, "bfloat16"), (16, "bfloat16"), (64, "float8_e4m3fn")):
             yield "decode", Sizes(context=context, page_size=page_size, dtype=dtype), ours
     yield "write_kv", Sizes(batch=64, context=1024), "xla"
-    yield "copy_pages", Sizes(batch=64, context=1024), "xla"
+    yield "copy_pages", Sizes(batch=32, context=1024), "xla"
 
 
 OTHERS = {

@@ -123,7 +123,7 @@ def test_copy_pages_reads_everything_before_it_writes(rng: np.random.Generator) 
 
 @pytest.mark.parametrize(
     ("n", "page_size", "row_bytes", "expected"),
-    [(32, 64, 256, 8), (1, 64, 256, 64), (1, 128, 1024, 64), (300, 16, 256, 1), (3, 16, 256, 16)],
+    [(32, 64, 256, 8), (1, 64, 256, 64), (1, 128, 1024, 64), (32, 16, 1024, 2), (3, 16, 256, 16)],
 )
 def test_pieces_of_pages_fit_in_shared_memory(
     n: int, page_size: int, row_bytes: int, expected: int
@@ -166,7 +166,7 @@ def test_sizes_that_tma_cannot_address_are_refused(size: Any, message: str) -> N
 def test_too_many_copies_at_once_are_refused() -> None:
     pool, _, _ = shapes(1, 8, 256, jnp.float32)
     many = jax.ShapeDtypeStruct((1000,), jnp.int32)
-    with pytest.raises(NotImplementedError, match=r"`src` must have at most 113 entries.*Got 1000"):
+    with pytest.raises(NotImplementedError, match=r"`src` must have at most 32 entries.*Got 1000"):
         jax.eval_shape(copy_pages, pool, many, many)
 
 
@@ -176,3 +176,11 @@ def test_a_chip_without_tma_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, tokens, ids = shapes(1, 8, 64, jnp.float16)
     with pytest.raises(NotImplementedError, match=r"NVIDIA A100 \(sm_80\) has no TMA"):
         jax.eval_shape(write_kv, pool, tokens, tokens, ids)
+
+
+def test_more_pairs_than_barriers_are_refused_when_traced() -> None:
+    """The compiler would say so, when it is too late to go through XLA."""
+    copy = mosaic_gpu_update.copy_pages_gpu
+    pool, ids = jnp.zeros((80, 2, 1, 8, 64), jnp.bfloat16), jnp.arange(33, dtype=jnp.int32)
+    with pytest.raises(NotImplementedError, match=r"`src` must have at most 32 entries.* Got 33"):
+        jax.eval_shape(copy, pool, ids, ids + 40)
