@@ -97,8 +97,9 @@ class StepPlan:
     The order inside a step: pages of `swaps_out` are read, those of `swaps_in` are written, then
     come `copies`, `row_updates` and the forward pass. So a device page may be swapped out and be
     anything else's in the same step, and a page that was swapped in may be copied. A host page is
-    in at most one of the two lists, once, and in `swaps_in` only if an earlier step's `swaps_out`
-    filled it; one that the scheduler freed may be filled again by any later step.
+    filled at most once in a step, and read only if an earlier step filled it and this one does not;
+    it may be read into several device pages (forks that shared a partial page). One that the
+    scheduler freed may be filled again by any later step.
     """
 
     bucket: int

@@ -124,7 +124,7 @@ class GuardedSteps:
             result = runner.run(plan)
         except TransferError as error:
             logger.warning("%s", error)
-            self._drop(plan)
+            self._drop(plan, lost=error.host_pages, has_run=False)
             return []
         except Exception as error:
             logger.warning("a step of %d requests failed", len(_ids(plan)), exc_info=True)
@@ -145,8 +145,10 @@ class GuardedSteps:
             self._quarantine.skip()
         return self._scheduler.schedule()
 
-    def _drop(self, plan: StepPlan) -> None:
-        self._scheduler.drop(plan)
+    def _drop(
+        self, plan: StepPlan, *, lost: frozenset[int] = frozenset(), has_run: bool = True
+    ) -> None:
+        self._scheduler.drop(plan, lost=lost, has_run=has_run)
         self._pending = None
 
     def _blame(self, plan: StepPlan, error: Exception) -> list[Sequence]:

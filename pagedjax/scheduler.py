@@ -9,6 +9,9 @@ A sequence is in exactly one place::
                        ^                     |
                        +----- preempted -----+
 
+A preempted sequence comes back from its pages on the host (swap), or computes again what the
+prefix cache does not have (recompute); either way nothing else changes for it.
+
 Of a request with n samples only the first sequence queues. It computes the prompt once; when it
 draws n tokens at the end of it, the others fork off, sharing its pages, and live on their own.
 """
@@ -18,55 +21,37 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import replace
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.errors import RequestError
-from pagedjax.paging import PrefixCache
-from pagedjax.plan import PageCopy, RowUpdate, StepPlan, StepResult
+from pagedjax.paging import HostTier, PrefixCache
+from pagedjax.plan import RowUpdate, StepPlan, StepResult
 from pagedjax.request import FinishReason, Request, Sequence
 from pagedjax.scheduling import integrity
 from pagedjax.scheduling.adjustments import BanState
 from pagedjax.scheduling.beams import lane_to_park
+from pagedjax.scheduling.cost_model import CostModel
 from pagedjax.scheduling.draft import StepDraft
 from pagedjax.scheduling.journal import JournaledAllocator
 from pagedjax.scheduling.live import LiveSequence, check_request
-from pagedjax.scheduling.pins import PinnedPrefix, Pins
+from pagedjax.scheduling.page_mover import PageMover
+from pagedjax.scheduling.page_work import PageWork
+from pagedjax.scheduling.pins import Pins
 from pagedjax.scheduling.plan_builder import PlanBuilder
 from pagedjax.scheduling.result_reader import Readback, ResultReader
 from pagedjax.scheduling.roster import Roster
+from pagedjax.scheduling.stats import SchedulerStats, SwapStats
 
 logger = logging.getLogger("pagedjax")
 
 
-@dataclass(slots=True, kw_only=True)
-class SchedulerStats:
-    """Totals since the start, and use of the pool now."""
-
-    num_requests: int
-    num_preemptions: int
-    num_cow_copies: int
-    num_prompt_tokens: int  # prompt positions computed
-    num_generated_tokens: int
-    prefix_query_tokens: int  # prompt tokens looked up, each request once
-    prefix_hit_tokens: int
-    num_pages: int  # that can be used
-    num_held_pages: int  # of those, now
-    pinned: tuple[PinnedPrefix, ...] = ()  # prefixes that are held for later requests
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of the pool's pages that sequences hold, 0 to 1."""
-        return self.num_held_pages / max(self.num_pages, 1)
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Share of prompt tokens found in the prefix cache, 0 to 1."""
-        return self.prefix_hit_tokens / max(self.prefix_query_tokens, 1)
-
-
 class Scheduler:
-    """Continuous batching over pages: `add_request`, then `schedule` and `update` in turn."""
+    """Continuous batching over pages: `add_request`, then `schedule` and `update` in turn.
+
+    Attributes:
+      costs: rates that preemption weighs with; whoever measures them writes them here.
+    """
 
     def __init__(self, config: SchedulerConfig, *, prefix_cache_root: bytes | None = None):
         """Makes all page records.
@@ -83,12 +68,19 @@ class Scheduler:
             root=prefix_cache_root,
             enabled=config.enable_prefix_caching,
         )
+        host_allocator = JournaledAllocator(config.num_host_pages + 1)
+        self.host = HostTier(host_allocator)
+        self.costs = CostModel()
         self.pins = Pins(config, self.allocator, self.prefix_cache)
-        self.roster = Roster(config, self.allocator, self.prefix_cache)
+        self.roster = Roster(config, self.allocator, self.prefix_cache, self.host)
         self._builder = PlanBuilder(config)
-        self._reader = ResultReader(
-            config, self.allocator, self.prefix_cache, self.roster, self._builder
+        self._mover = PageMover(
+            config, self.allocator, host_allocator, self.prefix_cache, self.host, self._builder
         )
+        self._reader = ResultReader(
+            config, self.allocator, self.prefix_cache, self.host, self.roster, self._builder
+        )
+        self._swap = SwapStats(num_host_pages=config.num_host_pages)
         self._awaited: set[int] = set()  # steps whose result was not read
         self._num_steps = 0
         self._num_requests = self._num_preemptions = self._num_cow_copies = 0
@@ -110,8 +102,15 @@ class Scheduler:
 
     @property
     def stats(self) -> SchedulerStats:
-        """Totals since the start, and use of the pool now."""
-        hits = self.prefix_cache.stats
+        """Totals since the start, and use of the pools now."""
+        hits, host = self.prefix_cache.stats, self.host.allocator
+        swap = replace(
+            self._swap,
+            num_recomputed_tokens=self.roster.num_recomputed_tokens,
+            num_lost_pages=self.roster.swapped.num_lost_pages,
+            num_held_host_pages=host.num_held,
+            num_cached_host_pages=host.num_evictable,
+        )
         return SchedulerStats(
             num_requests=self._num_requests,
             num_preemptions=self._num_preemptions,
@@ -123,6 +122,8 @@ class Scheduler:
             num_pages=self.allocator.usable,
             num_held_pages=self.allocator.num_held,
             pinned=self.pins.listing,
+            num_saved_pages=self.allocator.num_references - self.allocator.num_held,
+            swap=swap,
         )
 
     def add_request(self, request: Request) -> list[Sequence]:
@@ -167,22 +168,24 @@ class Scheduler:
         slots = dict(zip(draft.lives, draft.slots, strict=True))
         bans = _new_bans(slots)
         try:
-            with self.allocator.transaction():
-                copies = self._take_pages(draft, slots)
-                plan = self._builder.build(draft, copies, _row_updates(bans, slots))
+            with self._mover.transaction():
+                work = self._mover.take(draft, slots)
+                plan = self._builder.build(draft, work, _row_updates(bans, slots))
         except BaseException:
             for live in roster.running:
                 self._builder.set_pages(live)
             for live in parked:  # another one was to have the slot
                 self._builder.set_slot(live.held_slot, live)
             raise
-        _commit(draft, slots, roster, self.config.page_size)
         self._num_steps += 1
         self._awaited.add(plan.step)
+        self._num_preemptions += len(draft.victims)
+        self._num_cow_copies += len(work.copies)
+        _count_swaps(self._swap, draft, work, self.config.page_size)
+        self._mover.settle(work)
+        _commit(draft, work, slots, roster)
         for live, state in bans.items():
             live.row_state = state
-        self._num_preemptions += len(draft.victims)
-        self._num_cow_copies += len(copies)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
@@ -197,6 +200,7 @@ class Scheduler:
         if plan.step not in self._awaited:
             return []
         self._awaited.remove(plan.step)
+        self.roster.swapped.lose(result.lost_host_pages, self.roster.waiting)
         advanced: list[Sequence] = []
         readback = Readback(result)
         for scheduled in plan.scheduled:
@@ -211,18 +215,37 @@ class Scheduler:
                 advanced += self.roster.close_all(live.owner, FinishReason.ERROR, message)
         return advanced
 
-    def drop(self, plan: StepPlan) -> None:
-        """Says that a plan's step failed or never ran: what it scheduled starts over.
+    def drop(
+        self, plan: StepPlan, *, lost: frozenset[int] = frozenset(), has_run: bool = True
+    ) -> None:
+        """Says that no result will come of a plan: what it scheduled is scheduled again.
 
-        Pages of its sequences may hold anything now, so they are given up and computed again;
+        Plans made after it are dropped before it. Host pages that it was to fill are lost. Its
+        sequences' pages may hold anything now, so they are given up and computed again;
         registered pages hold what they held.
+
+        Args:
+          lost: host pages whose content turned out to be lost; who waits with one computes again.
+          has_run: False when neither its page copies nor anything after them was begun, as after
+            a `TransferError`: only sequences that waited for pages of the host or for a copy start
+            over then, and all others keep what they have. Host pages that it was to read count as
+            lost unless `lost` names some.
         """
         self._awaited.discard(plan.step)
+        if not has_run and not lost:
+            lost = frozenset(move.host_page for move in plan.swaps_in)
+        lost = lost | {move.host_page for move in plan.swaps_out}
+        self.roster.swapped.lose(lost, self.roster.waiting)
+        missing = {copy.dst for copy in plan.copies} | {move.page for move in plan.swaps_in}
         for scheduled in plan.scheduled:
             live = self.roster.live.get(scheduled.sequence)
-            if live is not None and live.in_flight is scheduled:
+            if live is None or live.in_flight is not scheduled:
+                continue
+            if has_run or not missing.isdisjoint(live.table.pages):
                 live.table.release()
                 self.roster.requeue(live)
+            else:
+                live.rewind()
 
     def forget_device_pages(self) -> None:
         """Says that pages and sampler rows of the device hold nothing any more.
@@ -268,36 +291,46 @@ class Scheduler:
         return True
 
     def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
-        """Forgets all cached prefixes, pinned ones too.
+        """Forgets all cached prefixes, on the device and on the host, pinned ones too.
 
         Args:
-          reset_running: preempt what runs, to be computed again; results in flight are void.
+          reset_running: preempt what runs, and what is swapped, to be computed again; results in
+            flight are void.
 
         Returns:
-          False, and nothing changed, while a sequence has pages.
+          False, and nothing changed, while a sequence has pages, of the device or of the host.
         """
         if reset_running:
             self._num_preemptions += self.roster.preempt_all()
-        if self.roster.running:
+            for live in self.roster.waiting:
+                self.roster.swapped.forget(live)
+        if self.roster.running or self.host.allocator.num_held:
             return False
         if self.pins.clear():
             logger.info("the prefix cache was reset: nothing is pinned any more")
+        self.host.reset()
         return self.prefix_cache.reset()
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` when pages, queues, slots and sequences do not agree."""
         integrity.check_integrity(
-            self.config, self.allocator, self.prefix_cache, self.roster, self._builder, self.pins
+            self.config,
+            self.allocator,
+            self.prefix_cache,
+            self.host,
+            self.roster,
+            self._builder,
+            self.pins,
         )
 
     def assert_empty(self) -> None:
         """Raises `IntegrityError` when anything is left of the requests that ended."""
-        integrity.check_empty(self.config, self.allocator, self.roster, self.pins)
+        integrity.check_empty(self.config, self.allocator, self.host, self.roster, self.pins)
 
     def _draft(self, waiting: Seq[LiveSequence], parked: Seq[LiveSequence]) -> StepDraft:
         """A step in which these idle lanes of beam searches give their pages and slots up."""
         roster = self.roster
-        draft = StepDraft(self.config, self.allocator, self.prefix_cache)
+        draft = StepDraft(self.config, self.allocator, self.prefix_cache, self.host, self.costs)
         running, free_slots = roster.running, roster.free_slots
         if parked:
             running = [live for live in running if live not in parked]
@@ -308,30 +341,33 @@ class Scheduler:
         draft.admit(waiting, running, free_slots)
         return draft
 
-    def _take_pages(self, draft: StepDraft, slots: Mapping[LiveSequence, int]) -> list[PageCopy]:
-        """Does with pages what the draft decided; inside a transaction."""
-        for live in draft.victims:
-            live.table.save()
-            live.table.release()
-        for live, hits in draft.admitted:  # before anything is allocated: that could evict a hit
-            live.table.save()
-            live.table.adopt(hits, len(hits) * self.config.page_size)
-            self._builder.set_slot(slots[live], live)
-        copies = [live.grow(total) for live, total in draft.grown]
-        for live, _ in draft.grown:
-            self._builder.set_pages(live, slots[live])
-        return [copy for copy in copies if copy is not None]
+
+def _count_swaps(swap: SwapStats, draft: StepDraft, work: PageWork, page_size: int) -> None:
+    """Counts what a step moves; before it is committed."""
+    swapped = [victim.live for victim in draft.victims if victim.mode == "swap"]
+    swap.num_swaps += len(swapped)
+    swap.num_tokens_out += sum(live.sequence.num_computed_tokens for live in swapped)
+    swap.num_spilled_pages += len(work.spilled)
+    swap.num_pages_out += len(work.swaps_out) - len(work.spilled)
+    swap.num_pages_in += len(work.swaps_in)
+    for admission in draft.admitted:
+        if admission.live.host_pages:
+            swap.num_tokens_in += admission.num_tokens
+        elif not admission.live.owner.was_admitted:
+            swap.num_hit_tokens += page_size * sum(map(bool, admission.hits.host_pages))
 
 
 def _commit(
-    draft: StepDraft, slots: Mapping[LiveSequence, int], roster: Roster, page_size: int
+    draft: StepDraft, work: PageWork, slots: Mapping[LiveSequence, int], roster: Roster
 ) -> None:
     """What the draft decided, once nothing can fail any more."""
-    for live in draft.victims:
-        roster.requeue(live)
-        live.sequence.num_preemptions += 1
-    for live, hits in draft.admitted:
-        roster.enter(live, slots[live], len(hits) * page_size)
+    for victim in draft.victims:
+        roster.requeue(victim.live, work.host_tables.get(victim.live, ()))
+        victim.live.sequence.num_preemptions += 1
+    for admission in draft.admitted:
+        live = admission.live
+        roster.enter(live, slots[live], admission.num_tokens)
+        live.restored = work.restored[live]
     for live, _ in draft.grown:
         live.capacity = live.table.capacity
         live.shares_tail = False

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagedjax.config import SchedulerConfig
+from pagedjax.errors import TransferError
 from pagedjax.paging import PageAllocator
 from pagedjax.plan import MAX_LOGPROBS, NO_TARGET, RowUpdate, StepPlan, StepResult
 from pagedjax.request import FinishReason, Request
@@ -68,7 +69,10 @@ def advance(state: int, token: int, position: int) -> tuple[int, int]:
 
 
 class FakeRunner:
-    """Runs plans over a pool of numbers; `allocator` only tells which pages to spoil."""
+    """Runs plans over pools of numbers; `allocator` only tells which pages to spoil.
+
+    `stored` is the host pool: what was swapped out and not spoilt since.
+    """
 
     def __init__(self, config: SchedulerConfig, allocator: PageAllocator) -> None:
         self._config = config
@@ -77,10 +81,13 @@ class FakeRunner:
         self._slots: dict[int, RowUpdate] = {}
         self._counts: dict[int, Counter[int]] = {}
         self._pool = self._garbage(config.num_pages * config.page_size)
+        self.stored: dict[int, NDArray[np.uint64]] = {}
+        self._damaged: set[int] = set()  # host pages whose checksum is wrong
+        self._lost: set[int] = set()  # host pages to be reported with the next result
 
     def run(self, plan: StepPlan) -> StepResult:
-        """One step: copies, row updates, writes, then reads and draws."""
-        self._spoil_unused(plan)
+        """One step: swaps, copies, row updates, writes, then reads and draws."""
+        self._swap(plan)
         size = self._config.page_size
         pages = self._pool.reshape(-1, size)
         sources, targets = ({getattr(copy, end) for copy in plan.copies} for end in ("src", "dst"))
@@ -98,10 +105,36 @@ class FakeRunner:
         """After a step that raised: all pages hold what they held."""
         return False
 
-    def fail(self, plan: StepPlan) -> None:
+    def fail(self, plan: StepPlan, result: StepResult | None = None) -> None:
         """A step that broke off: what it would have written holds anything now."""
         for slot in plan.slot_mapping[: plan.num_tokens]:
             self._pool[slot] = self._garbage(1)[0]
+        pages = self._pool.reshape(-1, self._config.page_size)
+        for move in plan.swaps_in:
+            pages[move.page] = self._garbage(1)
+        for move in plan.swaps_out:
+            self.stored.pop(move.host_page, None)
+        if result is not None:
+            self._lost |= result.lost_host_pages
+
+    def lose(self, host_page: int, *, is_noticed: bool) -> None:
+        """A host page lost its content: said with the next result, or found when it is read."""
+        self._damaged.add(host_page)
+        if is_noticed:
+            self._lost.add(host_page)
+
+    def _swap(self, plan: StepPlan) -> None:
+        pages = self._pool.reshape(-1, self._config.page_size)
+        for move in plan.swaps_out:
+            self.stored[move.host_page] = pages[move.page].copy()
+            self._damaged.discard(move.host_page)
+        self._spoil_unused(plan)
+        wanted = {move.host_page for move in plan.swaps_in}
+        assert wanted <= self.stored.keys(), "a host page is read that was never filled"
+        if damaged := wanted & self._damaged:
+            raise TransferError("checksum", host_pages=frozenset(damaged))
+        for move in plan.swaps_in:
+            pages[move.page] = self.stored[move.host_page]
 
     def _garbage(self, n: int) -> NDArray[np.uint64]:
         return self._rng.integers(0, 2**63, n, dtype=np.uint64)
@@ -152,7 +185,9 @@ class FakeRunner:
             top_ids=np.zeros((num_rows, MAX_LOGPROBS), np.int32),
             top_logprobs=np.zeros((num_rows, MAX_LOGPROBS), np.float32),
             corrupted=np.zeros(num_rows, bool),
+            lost_host_pages=frozenset(self._lost),
         )
+        self._lost.clear()
         for row in range(plan.num_rows):
             state, slot = states[rows.token_index[row]], int(rows.slot[row])
             token = int(rows.target[row])
@@ -280,3 +315,13 @@ def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
         assert values.shape[0] == width, name
         assert (values[num_rows:] == neutral.get(name, 0)).all(), name
     assert len(plan.copies) <= num_seqs
+    stored = [move.host_page for move in plan.swaps_out]
+    loaded = {move.host_page for move in plan.swaps_in}
+    assert len(set(stored)) == len(stored), "a host page is filled twice"
+    assert not loaded & set(stored), "a host page is filled and read"
+    assert all(0 < page <= config.num_host_pages for page in (*stored, *loaded))
+    read = [move.page for move in plan.swaps_out]
+    filled = [*(move.page for move in plan.swaps_in), *(copy.dst for copy in plan.copies)]
+    for moved in (read, filled):
+        assert len(set(moved)) == len(moved)
+        assert all(0 < page < config.num_pages for page in moved)

@@ -16,7 +16,8 @@ from pagedjax.scheduler import Scheduler
 def snapshot(scheduler: Scheduler) -> Any:
     """Everything that can be seen of a scheduler's state, as plain values."""
     allocator, cache, roster = scheduler.allocator, scheduler.prefix_cache, scheduler.roster
-    pages = range(1, allocator.num_pages)
+    pages, host = range(1, allocator.num_pages), scheduler.host.allocator
+    host_pages = range(1, host.num_pages)
     lives = {}
     for live in roster.live.values():
         values = {name: getattr(live.sequence, name) for name in Sequence.__slots__}
@@ -28,13 +29,19 @@ def snapshot(scheduler: Scheduler) -> Any:
             "tail": live.shares_tail,
             "in flight": id(live.in_flight),
             "row": live.row_state,
+            "host": (live.host_pages, live.restored, live.num_lost_tokens),
             "forked": (live.owner.is_forked, live.owner.was_admitted, len(live.owner.members)),
         }
     return {
-        "free": (allocator.num_free, allocator.num_evictable, allocator.eviction_order()),
+        "free": [
+            (pool.num_free, pool.num_evictable, pool.num_references, pool.eviction_order())
+            for pool in (allocator, host)
+        ],
         "references": [allocator.references(page) for page in pages],
         "cached": [allocator.is_cached(page) for page in pages],
-        "listener": allocator.on_evict,
+        "host references": [host.references(page) for page in host_pages],
+        "host cached": [host.is_cached(page) for page in host_pages],
+        "listeners": (allocator.on_evict, host.on_evict),
         "stats": (scheduler.stats, copy.copy(cache.stats)),
         "slots": list(roster.free_slots),
         "queues": [[live.key for live in queue] for queue in (roster.waiting, roster.running)],
@@ -49,17 +56,19 @@ class Injected(AllocationError):
 
 def schedule_with_failures(scheduler: Scheduler) -> StepPlan | None:
     """`schedule`, after it failed at each of its calls for pages and changed nothing each time."""
-    allocator, before = scheduler.allocator, snapshot(scheduler)
+    pools, before = (scheduler.allocator, scheduler.host.allocator), snapshot(scheduler)
     for num_calls in itertools.count():
         left = iter(range(num_calls))
-        for call in (allocator.allocate, allocator.share):
-            setattr(allocator, call.__name__, failing_after(left, call))
+        for pool in pools:
+            for call in (pool.allocate, pool.share):
+                setattr(pool, call.__name__, failing_after(left, call))
         try:
             return scheduler.schedule()
         except Injected:
             pass
         finally:
-            del allocator.allocate, allocator.share
+            for pool in pools:
+                del pool.allocate, pool.share
         assert snapshot(scheduler) == before
         scheduler.check_integrity()
     raise AssertionError("unreachable")

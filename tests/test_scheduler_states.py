@@ -6,13 +6,16 @@ preempted all the time. All structures are checked after every rule.
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagedjax.config import SchedulerConfig
+from pagedjax.config import PREEMPTION_MODES, VICTIM_POLICIES, SchedulerConfig
+from pagedjax.errors import TransferError
 from pagedjax.plan import StepPlan, StepResult
 from pagedjax.request import FinishReason, Logprob, Request, SamplingParams, Sequence
 from pagedjax.scheduler import Scheduler
@@ -85,9 +88,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_pages=st.integers(0, 12),
         spare_tokens=st.integers(0, 12),
         caching=st.sampled_from([True, True, False]),
+        host_tokens=st.sampled_from([0, 12, 60, 300]),
+        mode=st.sampled_from(["swap", *PREEMPTION_MODES]),
+        victim_policy=st.sampled_from(VICTIM_POLICIES),
     )
     def start(
-        self, page_size: int, max_num_seqs: int, spare_pages: int, spare_tokens: int, caching: bool
+        self,
+        *,
+        page_size: int,
+        max_num_seqs: int,
+        spare_pages: int,
+        spare_tokens: int,
+        caching: bool,
+        host_tokens: int,
+        mode: Any,
+        victim_policy: Any,
     ) -> None:
         max_model_len = 40
         self.config = SchedulerConfig(
@@ -98,6 +113,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_pages=1 + -(-max_model_len // page_size) + spare_pages,
             vocab_size=VOCAB,
             enable_prefix_caching=caching,
+            num_host_pages=-(-host_tokens // page_size),
+            preemption_mode=mode,
+            victim_policy=victim_policy,
         )
         self.scheduler = Scheduler(self.config, prefix_cache_root=ROOT)
         self.runner = FakeRunner(self.config, self.scheduler.allocator)
@@ -151,7 +169,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         check_plan(plan, self.config)
         if oldest is not None:
             assert plan.scheduled[0].sequence is oldest.sequence
-        self.pending.append((plan, self.runner.run(plan)))
+        try:
+            result = self.runner.run(plan)
+        except TransferError as error:
+            self.scheduler.drop(plan, lost=error.host_pages, has_run=False)
+            return
+        self.pending.append((plan, result))
         if not late:
             self.deliver_all()
 
@@ -178,9 +201,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose_last(self) -> None:
         """The last step broke off on the device."""
         plan, result = self.pending.pop()
-        if result is not None:
-            self.runner.fail(plan)
+        self.runner.fail(plan, result)
         self.scheduler.drop(plan)
+
+    @precondition(lambda self: self.runner.stored)
+    @rule(data=st.data(), is_noticed=st.booleans())
+    def lose_host_page(self, data: st.DataObject, is_noticed: bool) -> None:
+        page = data.draw(st.sampled_from(sorted(self.runner.stored)))
+        self.runner.lose(page, is_noticed=is_noticed)
 
     @precondition(lambda self: self.read)
     @rule()
@@ -214,7 +242,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        held = self.scheduler.allocator.num_held
+        held = self.scheduler.allocator.num_held + self.scheduler.host.allocator.num_held
         assert self.scheduler.reset_prefix_cache() == (held == 0)
 
     @invariant()

@@ -35,19 +35,20 @@ class PageAllocator:
       num_pages: pages in the pool, the null page included.
       num_free: pages that `allocate` can hand out now: free plus evictable. Read only.
       num_evictable: those of them whose content the prefix cache still knows. Read only.
+      num_references: of all pages together; what exceeds `num_held` is what sharing saves. Read
+        only.
       on_evict: called with a page whose cached content is given up, so that the prefix cache
         forgets it. It must not call the allocator.
     """
 
     def __init__(self, num_pages: int):
         """Makes all page records at once; pages are first handed out in the order 1, 2, 3, ..."""
-        if num_pages < 2:
-            raise IntegrityError(
-                f"`num_pages` must be at least 2: the null page and one to use. Got {num_pages}."
-            )
+        if num_pages < 1:
+            raise IntegrityError(f"`num_pages` must be at least 1, the null page. Got {num_pages}.")
         self.num_pages = num_pages
-        self.num_free = num_pages - 1
+        self.num_free: int = num_pages - 1
         self.num_evictable = 0
+        self.num_references: int = 0
         self.on_evict: Callable[[int], None] | None = None
         self._references = [0] * num_pages
         self._cached = bytearray(num_pages)
@@ -66,7 +67,7 @@ class PageAllocator:
     @property
     def usage(self) -> float:
         """Held part of the usable pages, 0 to 1."""
-        return self.num_held / self.usable
+        return self.num_held / max(self.usable, 1)
 
     def references(self, page: int) -> int:
         """How many holders `page` has."""
@@ -106,6 +107,7 @@ class PageAllocator:
             )
         taken = self._list.take(n)
         self.num_free -= n
+        self.num_references += n
         for page in taken:
             self._references[page] = 1
             if self._cached[page]:
@@ -125,6 +127,7 @@ class PageAllocator:
             self.num_free -= 1
             self.num_evictable -= 1
         self._references[page] += 1
+        self.num_references += 1
 
     def free(self, pages: Sequence[int]) -> None:
         """Drops one reference for each entry, in the given order.
@@ -153,6 +156,7 @@ class PageAllocator:
             else:
                 self._list.push_front(page)
         self.num_free += len(released)
+        self.num_references -= len(pages)
 
     def mark_cached(self, page: int) -> None:
         """The prefix cache knows the content of this held page from now on."""
@@ -199,6 +203,11 @@ class PageAllocator:
         if wrong or min(self._references) < 0 or self._references[NULL_PAGE]:
             raise IntegrityError(
                 f"a page is listed and held: {wrong}, or the null page is: {facts}."
+            )
+        if sum(self._references) != self.num_references:
+            raise IntegrityError(
+                f"num_references must be the sum of all, {sum(self._references)}. "
+                f"Got {self.num_references}."
             )
         if self._cached[NULL_PAGE]:
             raise IntegrityError("the null page must never be cached.")

@@ -12,15 +12,17 @@ computed it, and on the salt that keeps strangers apart. Its hash is therefore a
 
 The root is a secret of the process, so that nobody can prepare two prompts with one hash.
 
-**Truth.** A hash only finds a candidate. Each distinct content is one `_Node` that refers to the
-node of the page before it; a sequence's chain and a cached page agree when they meet in the same
-node, and a node is shared only after its parent, tokens and extra keys were compared. `match`
+**Truth.** A hash only finds a candidate. Each distinct content is one `PrefixNode` that refers to
+the node of the page before it; a sequence's chain and a cached page agree when they meet in the
+same node, and a node is shared only after its parent, tokens and extra keys were compared. `match`
 compares the tokens again. So even with a hash function that always returns the same value, a
 collision costs a miss and never gives a wrong page.
 
 **Life of an entry.** `insert` comes once a page's keys and values are on the device. Two pages
 computed at the same time may hold the same content; the node then names both. An entry goes when
 its page is reused (`evict`, called by the allocator), written again, or replaced by a newer copy.
+
+A node may also name one page of the host pool with its content; `host_tier.py` says which.
 """
 
 import hashlib
@@ -28,12 +30,13 @@ import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagedjax.errors import IntegrityError
-from pagedjax.paging.allocator import PageAllocator
+from pagedjax.paging.allocator import NULL_PAGE, PageAllocator
 from pagedjax.paging.page_table import PageTable
 
 ROOT_BYTES = 32
@@ -63,16 +66,35 @@ class PrefixCacheStats:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class _Node:
-    """One distinct content: a full page's tokens after everything before them."""
+class PrefixNode:
+    """One distinct content: a full page's tokens after everything before them.
+
+    `host_page` is written by the host tier alone.
+    """
 
     hash: bytes
-    parent: "_Node | None"
+    parent: "PrefixNode | None"
     tokens: bytes  # i64 little-endian, page_size of them
     extra: bytes  # canonical extra keys of the whole chain; one object shared by its nodes
-    pages: list[int] = field(
-        default_factory=list[int]
-    )  # cached pages with this content, oldest first
+    # Cached pages with this content, oldest first.
+    pages: list[int] = field(default_factory=list[int])
+    host_page: int | None = None  # page of the host pool with this content
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHits:
+    """Where the first pages of a sequence are; both lists are by logical page.
+
+    Each page is on the device (`pages`), or it is NULL_PAGE there and on the host (`host_pages`,
+    NULL_PAGE for the others).
+    """
+
+    pages: list[int]
+    host_pages: list[int]
+
+    def __len__(self) -> int:
+        """Pages found."""
+        return len(self.pages)
 
 
 class PrefixCache:
@@ -105,8 +127,8 @@ class PrefixCache:
         self._root = root
         self._digest = _digest or _sha256
         # A node lives as long as a chain, a cached page or a later page's node refers to it.
-        self._nodes: weakref.WeakValueDictionary[bytes, _Node] = weakref.WeakValueDictionary()
-        self._node_of: list[_Node | None] = [None] * allocator.num_pages
+        self._nodes: weakref.WeakValueDictionary[bytes, PrefixNode] = weakref.WeakValueDictionary()
+        self._node_of: list[PrefixNode | None] = [None] * allocator.num_pages
         allocator.on_evict = self.evict
 
     @property
@@ -132,17 +154,44 @@ class PrefixCache:
         At most `(len(tokens) - 1) // page_size` pages: the last token has to be run in any case,
         for its logits. Pass them to `PageTable.adopt` before anything is allocated.
         """
+        return list(takewhile(bool, self.find(tokens, chain).pages))
+
+    def find(self, tokens: Tokens, chain: "PrefixChain") -> PrefixHits:
+        """As `match`, with pages of the host pool where the device has none."""
         if not self.enabled:
-            return []
+            return PrefixHits([], [])
         chain.extend(tokens)
         pages: list[int] = []
+        host_pages: list[int] = []
         known: list[bytes] = []
         for node in chain.nodes[: max(len(tokens) - 1, 0) // self.page_size]:
-            if not node.pages:
+            if node.pages:
+                pages.append(self._best_page(node))
+                host_pages.append(NULL_PAGE)
+            elif node.host_page is not None:
+                pages.append(NULL_PAGE)
+                host_pages.append(node.host_page)
+            else:
                 break
-            pages.append(self._best_page(node))
             known.append(node.tokens)
-        return pages[: _count_equal(known, tokens, self.page_size)]
+        num_equal = _count_equal(known, tokens, self.page_size)
+        return PrefixHits(pages[:num_equal], host_pages[:num_equal])
+
+    def locate(
+        self, chain: "PrefixChain", host_pages: Sequence[int], num_tokens: int
+    ) -> PrefixHits:
+        """Where the first `num_tokens` of a sequence are that has them in these host pages: full
+        pages on the device where it still has their content, else there. Changes nothing."""
+        pages = [NULL_PAGE] * len(host_pages)
+        left = list(host_pages)
+        for at, node in enumerate(chain.nodes[: num_tokens // self.page_size]):
+            if node.pages:
+                pages[at], left[at] = self._best_page(node), NULL_PAGE
+        return PrefixHits(pages, left)
+
+    def node_of(self, page: int) -> PrefixNode | None:
+        """What a device page is registered as."""
+        return self._node_of[page]
 
     def insert(self, chain: "PrefixChain", page_index: int, page: int) -> bool:
         """Registers a held page as logical page `page_index` of the chain's sequence.
@@ -228,7 +277,7 @@ class PrefixCache:
             if any(self._node_of[twin] is not node for twin in node.pages):
                 raise IntegrityError(f"pages {node.pages} share an entry but not its content.")
 
-    def intern(self, parent: "_Node | None", extra: bytes, tokens: bytes) -> "_Node":
+    def intern(self, parent: "PrefixNode | None", extra: bytes, tokens: bytes) -> "PrefixNode":
         """The node of this content, found or new; for `PrefixChain`."""
         if parent is None:
             before = self._digest(b"seed" + _sized(self._root) + _sized(extra))
@@ -237,14 +286,14 @@ class PrefixCache:
         digest = self._digest(b"page" + _sized(before) + _sized(tokens))
         found = self._nodes.get(digest)
         if found is None:
-            node = _Node(digest, parent, tokens, extra)
+            node = PrefixNode(digest, parent, tokens, extra)
             self._nodes[digest] = node
             return node
         if found.parent is parent and found.tokens == tokens and found.extra == extra:
             return found
-        return _Node(digest, parent, tokens, extra)  # a collision: known to its own chain only
+        return PrefixNode(digest, parent, tokens, extra)  # a collision: known to its own chain only
 
-    def _best_page(self, node: _Node) -> int:
+    def _best_page(self, node: PrefixNode) -> int:
         """A held page if there is one: sharing it takes nothing from the free pages."""
         if len(node.pages) > 1:
             for page in node.pages:
@@ -252,7 +301,7 @@ class PrefixCache:
                     return page
         return node.pages[0]
 
-    def _drop_unheld(self, node: _Node) -> None:
+    def _drop_unheld(self, node: PrefixNode) -> None:
         """Frees older copies that nobody holds, so that a repeated prompt cannot fill the pool."""
         for page in list(node.pages):
             if self._allocator.references(page) == 0:
@@ -267,7 +316,7 @@ class PrefixChain:
 
     def __init__(self, cache: PrefixCache, extra: bytes):
         """For `PrefixCache.chain`; `extra` are the canonical extra keys."""
-        self.nodes: list[_Node] = []
+        self.nodes: list[PrefixNode] = []
         self._cache = cache
         self._extra = extra
 

@@ -3,8 +3,9 @@
 A lane whose offers are in is *idle*: it has nothing to run until those of its siblings are in, too.
 Then the search selects, and the lanes turn over. The first child of a lane stays where its parent
 is; every further one takes the place of a lane without children and forks the parent's pages, a
-partial last one too, which is copied when one of them writes. Where the parent has no pages, or
-the place no slot, the child waits and is computed again like any preempted sequence.
+partial last one too, which is copied when one of them writes. Where the parent is swapped, the
+child shares its host pages; where the place has no slot, the child waits and is computed again
+like any preempted sequence.
 
 Idle lanes may give their pages up and keep their offers (*parked*); `lane_to_park` says when one
 must. Knows nothing of budgets, nor of the rules of the search itself.
@@ -124,6 +125,7 @@ class BeamTurner:
             slot = None
             if _is_running(parent):
                 slot = lane.sequence.slot if _is_running(lane) else next(free, None)
+            has_pages = slot is not None or bool(parent.host_pages)
             sequence = parent.sequence
             heirs[at] = _Heir(
                 lane=lane,
@@ -133,7 +135,7 @@ class BeamTurner:
                 logprobs=list(sequence.output_logprobs),
                 prompt_logprobs=list(sequence.prompt_logprobs),
                 chain=parent.chain.fork(),
-                num_computed_tokens=0 if slot is None else sequence.num_computed_tokens,
+                num_computed_tokens=sequence.num_computed_tokens if has_pages else 0,
             )
         return heirs
 
@@ -154,11 +156,14 @@ class BeamTurner:
         """What follows from the pages' move; nothing here can fail."""
         lane, parent, sequence = heir.lane, heir.parent, heir.lane.sequence
         was_running = _is_running(lane)
+        self._roster.swapped.release(lane)
         if heir.slot is None and was_running:
             self._roster.requeue(lane)
         elif heir.slot is not None and not was_running:
             self._roster.go_on(lane, heir.slot)
             self._builder.set_slot(heir.slot, lane)
+        if heir.slot is None:
+            self._roster.swapped.share(lane, parent)
         sequence.tokens = heir.tokens
         sequence.output_logprobs = heir.logprobs
         if len(heir.prompt_logprobs) > len(sequence.prompt_logprobs):

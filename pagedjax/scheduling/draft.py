@@ -1,8 +1,8 @@
 """The decisions of one step, by arithmetic alone: who runs, how many tokens each, who gives way.
 
 Owns the policy: running sequences first, oldest first; then waiting ones, strictly in order; one
-token budget for both; the latest gives its pages up. Nothing it reads is changed, so a draft can
-be thrown away. Knows nothing of arrays or devices.
+token budget for both; who needs a page makes others give theirs up. Nothing it reads is changed,
+so a draft can be thrown away. Knows nothing of arrays or devices.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from collections.abc import Sequence as Seq
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.errors import IntegrityError
-from pagedjax.paging import PageAllocator, PrefixCache
+from pagedjax.paging import HostTier, PageAllocator, PrefixCache
 from pagedjax.plan import ScheduledSequence
 from pagedjax.request import Sequence
+from pagedjax.scheduling.admission import Admission, admission_of
+from pagedjax.scheduling.cost_model import CostModel
 from pagedjax.scheduling.live import LiveRequest, LiveSequence
+from pagedjax.scheduling.page_budget import PageBudget
+from pagedjax.scheduling.victims import Victim, VictimChooser
 
 
 class StepDraft:
@@ -25,13 +29,20 @@ class StepDraft:
         this step and its slot.
       special: indices of those with prompt-logprob rows or with several samples.
       grown: those that need a page or a copy, with the positions they must cover, in order.
-      victims: those that give all their pages up, latest first.
+      victims: those that give all their pages up, in the order in which they were chosen.
+      admitted: those that leave the queue, with the pages they start from.
       step: number of the step, for the plan.
       short_of_pages: the one at the front of the queue, where only pages kept it out.
-      admitted: those that leave the queue, with the cached pages they start from.
     """
 
-    def __init__(self, config: SchedulerConfig, allocator: PageAllocator, cache: PrefixCache):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        allocator: PageAllocator,
+        cache: PrefixCache,
+        host: HostTier,
+        costs: CostModel,
+    ):
         """Starts with whole budgets."""
         self.scheduled: list[ScheduledSequence] = []
         self.lives: list[LiveSequence] = []
@@ -39,33 +50,35 @@ class StepDraft:
         self.slots: list[int] = []
         self.special: list[int] = []
         self.grown: list[tuple[LiveSequence, int]] = []
-        self.victims: list[LiveSequence] = []
-        self.admitted: list[tuple[LiveSequence, list[int]]] = []
+        self.victims: list[Victim] = []
+        self.admitted: list[Admission] = []
         self.short_of_pages: LiveSequence | None = None
         self.num_tokens = 0
         self.num_rows = 0
         self.step = 0
         self._config = config
-        self._allocator = allocator
         self._cache = cache
+        self._host = host
+        self._costs = costs
+        self._chooser: VictimChooser | None = None  # made when pages run out
         self._max_rows = config.max_rows
-        self._free = allocator.num_free
+        self._pages = PageBudget(allocator, config.page_size)
         self._num_parked = 0
-        self._references: dict[int, int] = {}  # where they differ from the allocator's by now
 
     def park(self, idle: LiveSequence) -> None:
         """An idle lane of a beam search gives its pages up; to be called first of all."""
-        self._preempt(idle)
+        self.victims.append(Victim(idle, "recompute", 0, self._pages.free))
+        self._pages.drop(idle.table.pages)
         self._num_parked += 1
 
     def schedule_running(self, running: Seq[LiveSequence]) -> None:
-        """Gives each running sequence its tokens, oldest first; preempts from the other end."""
+        """Gives each running sequence its tokens, oldest first; preempts among the later ones."""
         if self._decode_all(running):
             return
-        kept = list(running)
+        kept = list(running)  # victims leave it, behind the place where the loop is
         budget = self._config.max_num_batched_tokens
-        for at, live in enumerate(running, 1):
-            if at > len(kept) or self.num_tokens >= budget:
+        for at, live in enumerate(kept, 1):
+            if self.num_tokens >= budget:
                 return
             if live.in_flight is not None or live.offers is not None:
                 continue
@@ -112,26 +125,23 @@ class StepDraft:
                 return  # the lanes in front will need the room once their search turns
             if live.width > slots_left or self.num_tokens >= budget:
                 return
-            sequence = live.sequence
-            may_read = live.owner.may_read_cache(sequence)
-            hits = self._cache.match(sequence.tokens, live.chain) if may_read else []
-            start = len(hits) * self._config.page_size
+            admission = admission_of(live, self._cache)
+            start, hits = admission.num_tokens, admission.hits
             num_tokens, num_prompt_rows, num_samples = self._chunk(live, start)
-            revived = sum(self._count(page) == 0 for page in hits)
-            whole = self._pages_for(sequence.num_tokens) - len(hits) + revived
+            taken = self._pages.taken_by(admission)
+            whole = self._pages_for(live.sequence.num_tokens) - len(hits) + taken
             if num_tokens == 0:
                 return
-            if whole > self._free - reserved:
+            if whole > self._pages.free - reserved:
                 self.short_of_pages = live
                 return
-            for page in hits:
-                self._references[page] = self._count(page) + 1
+            self._pages.hold(admission)
             total = start + num_tokens
             slot = free_slots[len(self.admitted)]
-            self._free -= self._pages_for(total) - len(hits) + revived
+            self._pages.free -= self._pages_for(total) - len(hits) + taken
             reserved += self._reserve(live, total)
             slots_left -= live.width
-            self.admitted.append((live, hits))
+            self.admitted.append(admission)
             self.grown.append((live, total))
             self._add(live, start, slot, num_tokens, num_prompt_rows, num_samples)
 
@@ -162,9 +172,9 @@ class StepDraft:
             scheduled.append(note)
             starts.append(start)
             slots.append(slot)
-        if len(scheduled) > self._max_rows or len(grown) > self._free:
+        if len(scheduled) > self._max_rows or len(grown) > self._pages.free:
             return False
-        self._free -= len(grown)
+        self._pages.free -= len(grown)
         self.scheduled, self.lives, self.starts, self.slots = (
             scheduled,
             list(running),
@@ -226,28 +236,26 @@ class StepDraft:
 
     def _make_room(self, live: LiveSequence, total: int, kept: list[LiveSequence], at: int) -> bool:
         """Counts the pages that `live` needs; False when it had to give way itself."""
-        while (needed := self._pages_needed(live, total)) > self._free:
-            if at == 1 and len(kept) == 1:
+        while (needed := self._pages_needed(live, total)) > self._pages.free:
+            if len(kept) == 1:
                 raise IntegrityError(
                     f"the oldest sequence, {live.key}, must fit alone. Got {total} positions, "
-                    f"{needed} more pages needed, {self._free} free."
+                    f"{needed} more pages needed, {self._pages.free} free."
                 )
-            victim = kept.pop()
-            self._preempt(victim)
+            if self._chooser is None:
+                self._chooser = VictimChooser(
+                    self._config, self._cache, self._host, self._costs, self._pages.references
+                )
+            victim = kept.pop(self._chooser.choose(kept, at))
+            self.victims.append(self._chooser.decide(victim, needed, self._pages.free))
+            self._pages.drop(victim.table.pages)
             if victim is live:
                 return False
-        self._free -= needed
+        self._pages.free -= needed
         if self._copies_tail(live):
-            page = live.table.last_page
-            self._references[page] = self._count(page) - 1
+            self._pages.drop([live.table.last_page])  # held by others, too
         self.grown.append((live, total))
         return True
-
-    def _preempt(self, victim: LiveSequence) -> None:
-        for page in victim.table.pages:
-            count = self._references[page] = self._count(page) - 1
-            self._free += count == 0
-        self.victims.append(victim)
 
     def _pages_needed(self, live: LiveSequence, total: int) -> int:
         pages = self._pages_for(total) - live.capacity // self._config.page_size
@@ -256,7 +264,7 @@ class StepDraft:
     def _copies_tail(self, live: LiveSequence) -> bool:
         if not live.shares_tail or live.sequence.num_computed_tokens == live.capacity:
             return False
-        return self._count(live.table.last_page) > 1
+        return self._pages.references(live.table.last_page) > 1
 
     def _reserved(self, running: Seq[LiveSequence]) -> int:
         """Pages to keep for all running sequences."""
@@ -276,10 +284,6 @@ class StepDraft:
         is_full = num_tokens % self._config.page_size == 0
         next_pages = live.width if is_full else live.width - 1
         return self._pages_for(num_tokens) - self._pages_for(end) + next_pages
-
-    def _count(self, page: int) -> int:
-        known = self._references.get(page)
-        return self._allocator.references(page) if known is None else known
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._config.page_size)

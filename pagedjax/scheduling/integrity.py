@@ -1,4 +1,5 @@
-"""Whether queues, slots, page tables, allocator and prefix cache agree: facts, or an exception.
+"""Whether queues, slots, page tables, allocators, prefix cache and host tier agree: facts, or an
+exception.
 
 Owns no state. Everything here raises `IntegrityError`, also under `python -O`.
 """
@@ -10,7 +11,7 @@ from itertools import pairwise
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.errors import IntegrityError
-from pagedjax.paging import PageAllocator, PrefixCache
+from pagedjax.paging import HostTier, PageAllocator, PrefixCache
 from pagedjax.request import SequenceStatus
 from pagedjax.scheduling.beams import lane_problems
 from pagedjax.scheduling.live import LiveSequence
@@ -23,6 +24,7 @@ def check_integrity(
     config: SchedulerConfig,
     allocator: PageAllocator,
     cache: PrefixCache,
+    host: HostTier,
     roster: Roster,
     builder: PlanBuilder,
     pins: Pins,
@@ -31,6 +33,8 @@ def check_integrity(
     tables = [live.table.pages for live in roster.live.values()]
     allocator.check_integrity([*tables, *pins.pages])
     cache.check_integrity()
+    host.allocator.check_integrity([live.host_pages for live in roster.live.values()])
+    host.check_integrity()
     _check_places(roster)
     _check_slots(config, roster)
     problems = [text for owner in roster.requests.values() for text in lane_problems(owner)]
@@ -40,11 +44,15 @@ def check_integrity(
         if live.sequence.status is SequenceStatus.RUNNING:
             _check_running(live, config, allocator, builder)
         else:
-            _check_waiting(live)
+            _check_waiting(live, config)
 
 
 def check_empty(
-    config: SchedulerConfig, allocator: PageAllocator, roster: Roster, pins: Pins
+    config: SchedulerConfig,
+    allocator: PageAllocator,
+    host: HostTier,
+    roster: Roster,
+    pins: Pins,
 ) -> None:
     """Raises `IntegrityError` when anything is left of the requests that ended."""
     left = (len(roster.requests), len(roster.live), len(roster.waiting), len(roster.running))
@@ -58,6 +66,8 @@ def check_empty(
         raise IntegrityError(
             f"only the {pins.num_pages} pinned pages must be held. Got {allocator.num_held}."
         )
+    if host.allocator.num_held:
+        raise IntegrityError(f"no host page must be held. Got {host.allocator.num_held}.")
 
 
 def _check_places(roster: Roster) -> None:
@@ -106,13 +116,20 @@ def _check_slots(config: SchedulerConfig, roster: Roster) -> None:
         )
 
 
-def _check_waiting(live: LiveSequence) -> None:
+def _check_waiting(live: LiveSequence, config: SchedulerConfig) -> None:
     sequence, table = live.sequence, live.table
-    facts = (sequence.status, sequence.slot, sequence.num_computed_tokens, table.pages)
-    if facts != (SequenceStatus.WAITING, None, 0, []) or live.in_flight or live.capacity:
+    facts = (sequence.status, sequence.slot, table.pages, live.capacity, live.restored)
+    if facts != (SequenceStatus.WAITING, None, [], 0, ()) or live.in_flight:
         raise IntegrityError(
-            f"waiting sequence {live.key} must hold nothing. Got (status, slot, computed, pages): "
-            f"{facts}, capacity {live.capacity}, in flight: {live.in_flight is not None}."
+            f"waiting sequence {live.key} must hold nothing of the device. Got (status, slot, "
+            f"pages, capacity, restored): {facts}, in flight: {live.in_flight is not None}."
+        )
+    computed = sequence.num_computed_tokens
+    most = sequence.num_tokens - (live.offers is None)  # an idle lane has nothing to run
+    if len(live.host_pages) != -(-computed // config.page_size) or computed > most:
+        raise IntegrityError(
+            f"waiting sequence {live.key} must have its {computed} computed positions of "
+            f"{sequence.num_tokens} on the host. Got {len(live.host_pages)} host pages."
         )
 
 
@@ -120,6 +137,8 @@ def _check_running(
     live: LiveSequence, config: SchedulerConfig, allocator: PageAllocator, builder: PlanBuilder
 ) -> None:
     sequence, pages, size = live.sequence, live.table.pages, config.page_size
+    if live.host_pages:
+        raise IntegrityError(f"running sequence {live.key} holds host pages {live.host_pages}.")
     flight = 0 if live.in_flight is None else live.in_flight.num_tokens
     computed = sequence.num_computed_tokens
     expected = -(-(computed + flight) // size)

@@ -29,6 +29,11 @@ class JournaledAllocator(PageAllocator):
         self._undo: list[Callable[[], None]] | None = None
         self._evicted: list[int] = []
 
+    @property
+    def evicted(self) -> Sequence[int]:
+        """Pages whose cached content the open transaction gives up, least recently used first."""
+        return self._evicted
+
     @contextmanager
     def transaction(self) -> Generator[None]:
         """Everything inside happens, or nothing does."""
@@ -86,9 +91,11 @@ class JournaledAllocator(PageAllocator):
             self._cached[page] = True
         self.num_free += len(pages)
         self.num_evictable += len(evicted)
+        self.num_references -= len(pages)
 
     def _unshare(self, page: int, before: int | None) -> None:
         self._references[page] -= 1
+        self.num_references -= 1
         if before is not None:  # it was evictable, and goes back to its place among those
             after = self._list._next[before]  # pyright: ignore[reportPrivateUsage]
             self._list._insert(before, page, after)  # pyright: ignore[reportPrivateUsage]
@@ -102,6 +109,7 @@ class JournaledAllocator(PageAllocator):
                 self.num_free -= 1
                 self.num_evictable -= self._cached[page]
             self._references[page] += 1
+        self.num_references += len(pages)
 
 
 class JournaledTable(PageTable):
@@ -121,6 +129,17 @@ class JournaledTable(PageTable):
     def last_page(self) -> int:
         """Id of the last page; there must be one."""
         return self._pages[-1]
+
+    def take_over(self, pages: Sequence[int], num_tokens: int) -> None:
+        """Starts from pages with the first `num_tokens` positions that each have a reference for
+        this table already; it must be empty."""
+        if self._pages or len(pages) != -(-num_tokens // self.page_size):
+            raise IntegrityError(
+                f"`take_over` needs an empty table and the pages of {num_tokens} positions. Got "
+                f"{len(pages)} pages for a table of {len(self._pages)}."
+            )
+        self._pages.extend(pages)
+        self.num_tokens = num_tokens
 
     def save(self) -> None:
         """To be called inside a transaction before this table is changed."""

@@ -40,6 +40,12 @@ class LiveSequence:
     # Of beam search: what may follow its last token. It is idle, with nothing to run, until the
     # offers of all lanes of its request are in.
     offers: Offers | None = None
+    # Swapped: the host pages of its computed positions by logical page, a reference each. It
+    # waits then, and keeps `num_computed_tokens`.
+    host_pages: tuple[int, ...] = ()
+    # Full logical pages that the plan in flight brings in from the host.
+    restored: tuple[int, ...] = ()
+    num_lost_tokens: int = 0  # computed when it gave its pages up last, to be computed again
 
     @property
     def is_leader(self) -> bool:
@@ -73,6 +79,19 @@ class LiveSequence:
         behind = self.sequence.num_computed_tokens - self.table.num_tokens
         if behind > 0:  # negative when it is admitted: hits count as computed at the commit
             self.table.append(behind)
+
+    def start_over(self) -> None:
+        """Its pages are gone, here and on the host."""
+        self.num_lost_tokens = self.sequence.num_computed_tokens
+        self.sequence.num_computed_tokens = 0
+
+    def rewind(self) -> None:
+        """What the plan in flight was to compute is to be scheduled anew; nothing was written."""
+        computed = self.sequence.num_computed_tokens
+        if self.table.num_tokens > computed:
+            self.table.truncate(computed)
+        self.capacity = self.table.capacity
+        self.in_flight = self.row_state = None
 
     def grow(self, num_tokens: int) -> PageCopy | None:
         """Makes positions up to `num_tokens` writable; inside a transaction."""

@@ -19,7 +19,6 @@ from pagedjax.plan import (
     I32,
     NO_TARGET,
     U32,
-    PageCopy,
     RowUpdate,
     SamplingRows,
     ScheduledSequence,
@@ -27,6 +26,7 @@ from pagedjax.plan import (
 )
 from pagedjax.scheduling.draft import StepDraft
 from pagedjax.scheduling.live import LiveSequence
+from pagedjax.scheduling.page_work import PageWork
 
 # Rows of the per-slot parameter tables.
 INTS = ("slot", "counts", "sample", "num_logprobs", "top_k")
@@ -79,9 +79,7 @@ class PlanBuilder:
         """The first entries of a slot's row; for checks."""
         return self._pages[slot, :num_pages].tolist()
 
-    def build(
-        self, draft: StepDraft, copies: list[PageCopy], row_updates: list[RowUpdate]
-    ) -> StepPlan:
+    def build(self, draft: StepDraft, work: PageWork, row_updates: list[RowUpdate]) -> StepPlan:
         """The plan of a drafted step."""
         config, scheduled = self._config, draft.scheduled
         num_tokens, num_rows = draft.num_tokens, draft.num_rows
@@ -115,10 +113,12 @@ class PlanBuilder:
             num_seqs=num_seqs,
             rows=self._rows(draft, slots, cu_q_lens, kv_lens, width),
             num_rows=num_rows,
-            copies=tuple(copies),
+            copies=tuple(work.copies),
             row_updates=tuple(row_updates),
             scheduled=tuple(scheduled),
             step=draft.step,
+            swaps_out=tuple(work.swaps_out),
+            swaps_in=tuple(work.swaps_in),
         )
 
     def _page_table(self, slots: NDArray[np.intp], width: int, longest: int) -> I32:

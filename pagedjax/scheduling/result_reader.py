@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.errors import IntegrityError
-from pagedjax.paging import PrefixCache
+from pagedjax.paging import HostTier, PrefixCache
 from pagedjax.plan import MAX_LOGPROBS, ScheduledSequence, StepResult
 from pagedjax.request import FinishReason, Logprob, Sequence, TokenLogprobs
 from pagedjax.scheduling.beam_search import Offers
@@ -45,6 +45,7 @@ class ResultReader:
         config: SchedulerConfig,
         allocator: JournaledAllocator,
         cache: PrefixCache,
+        host: HostTier,
         roster: Roster,
         builder: PlanBuilder,
     ):
@@ -54,6 +55,7 @@ class ResultReader:
         self._config = config
         self._allocator = allocator
         self._cache = cache
+        self._host = host
         self._roster = roster
         self._builder = builder
         self._beams = BeamTurner(allocator, roster, builder)
@@ -92,6 +94,9 @@ class ResultReader:
         sequence, size = live.sequence, self._config.page_size
         start = sequence.num_computed_tokens
         total = sequence.num_computed_tokens = start + num_tokens
+        for at in live.restored:  # they came from the host before the step ran
+            self._cache.insert(live.chain, at, live.table.page_at(at))
+        live.restored = ()
         if start < sequence.num_prompt_tokens:
             self.num_prompt_tokens += min(total, sequence.num_prompt_tokens) - start
         if total // size > start // size:
@@ -161,6 +166,9 @@ class ResultReader:
         for page in live.table.pages:
             if self._allocator.is_cached(page):
                 self._allocator.unmark(page)
+        for node in live.chain.nodes[: live.table.num_tokens // self._config.page_size]:
+            if node.host_page is not None:
+                self._host.lose(node.host_page)
 
 
 def _corrupted_message(sequence: Sequence) -> str:

@@ -11,12 +11,13 @@ from collections.abc import Set
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.errors import IntegrityError, RequestError
-from pagedjax.paging import PrefixCache
+from pagedjax.paging import HostTier, PrefixCache
 from pagedjax.request import FinishReason, Request, Sequence, SequenceStatus
 from pagedjax.scheduling.adjustments import Adjustments
 from pagedjax.scheduling.beam_search import BeamSearch
 from pagedjax.scheduling.journal import JournaledAllocator, JournaledTable
 from pagedjax.scheduling.live import LiveRequest, LiveSequence, SequenceKey, rank_of
+from pagedjax.scheduling.swapped import Swapped
 
 
 class Roster:
@@ -30,9 +31,17 @@ class Roster:
       free_slots: ascending.
       num_queued_requests, num_queued_tokens: requests that never ran, and their prompt tokens.
         What was preempted waits too, but the queue's limits are about newcomers.
+      num_recomputed_tokens: positions of preempted sequences that were to be computed again.
+      swapped: what becomes of host pages of sequences that wait.
     """
 
-    def __init__(self, config: SchedulerConfig, allocator: JournaledAllocator, cache: PrefixCache):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        allocator: JournaledAllocator,
+        cache: PrefixCache,
+        host: HostTier,
+    ):
         """Starts empty."""
         self.requests: dict[str, LiveRequest] = {}
         self.live: dict[Sequence, LiveSequence] = {}
@@ -43,6 +52,8 @@ class Roster:
         self._config = config
         self._allocator = allocator
         self._cache = cache
+        self.swapped = Swapped(host)
+        self.num_recomputed_tokens = 0
 
     @property
     def has_room(self) -> bool:
@@ -66,7 +77,7 @@ class Roster:
 
     def add(self, request: Request) -> LiveRequest:
         """Queues a checked request."""
-        owner = self._new_request(request)
+        owner = _new_request(request, self._config, self._allocator, self._cache)
         self.requests[request.request_id] = owner
         self.live.update({member.sequence: member for member in owner.members})
         insort(self.waiting, owner.members[0], key=_key)
@@ -74,9 +85,12 @@ class Roster:
         return owner
 
     def enter(self, live: LiveSequence, slot: int, num_computed_tokens: int) -> None:
-        """From waiting to running, with so many tokens found in the prefix cache."""
+        """From waiting to running, with so many tokens found in the prefix cache, or swapped."""
         owner, sequence = live.owner, live.sequence
         _remove(self.waiting, live)
+        self.swapped.release(live)
+        self.num_recomputed_tokens += max(0, live.num_lost_tokens - num_computed_tokens)
+        live.num_lost_tokens = 0
         self.take_slot(live, slot)
         sequence.num_computed_tokens = num_computed_tokens
         if owner.was_admitted:
@@ -107,10 +121,15 @@ class Roster:
             del self.waiting[at]
         self.take_slot(live, slot)
 
-    def requeue(self, live: LiveSequence) -> None:
-        """From running, its pages released, to its place by age in waiting."""
+    def requeue(self, live: LiveSequence, host_pages: tuple[int, ...] = ()) -> None:
+        """From running, its pages released, to its place by age in waiting.
+
+        `host_pages` hold what it has computed, a reference each; without any it starts over.
+        """
         self._leave(live)
-        live.sequence.num_computed_tokens = 0
+        live.host_pages = host_pages
+        if not host_pages:
+            live.start_over()
         live.sequence.status = SequenceStatus.WAITING
         insort(self.waiting, live, key=_key)
 
@@ -134,6 +153,7 @@ class Roster:
         del self.live[sequence]
         owner.members.remove(live)
         live.table.release()
+        self.swapped.release(live)
         if sequence.status is SequenceStatus.RUNNING:
             self._leave(live)
         elif was_leader or owner.is_forked:
@@ -172,33 +192,37 @@ class Roster:
         live.in_flight = live.row_state = None
         live.capacity = 0
         live.shares_tail = False
+        live.restored = ()
 
-    def _new_request(self, request: Request) -> LiveRequest:
-        params, config = request.params, self._config
-        num_prompt = len(request.prompt_token_ids)
-        room = config.max_model_len - num_prompt
-        owner = LiveRequest(
-            request=request,
-            max_output_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
-            stop_ids=request.stop_ids,
-            adjustments=Adjustments.of(request, config.vocab_size),
-            is_forked=params.num_sequences == 1,
+
+def _new_request(
+    request: Request, config: SchedulerConfig, allocator: JournaledAllocator, cache: PrefixCache
+) -> LiveRequest:
+    params = request.params
+    num_prompt = len(request.prompt_token_ids)
+    room = config.max_model_len - num_prompt
+    owner = LiveRequest(
+        request=request,
+        max_output_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+        stop_ids=request.stop_ids,
+        adjustments=Adjustments.of(request, config.vocab_size),
+        is_forked=params.num_sequences == 1,
+    )
+    if params.beam_width is not None:
+        owner.beams = BeamSearch(request, owner.max_output_tokens)
+    for sample in range(params.num_sequences):
+        sequence = Sequence(request, sample, list(request.prompt_token_ids), num_prompt)
+        if params.prompt_logprobs is not None:
+            sequence.prompt_logprobs.append(None)  # nothing comes before the first token
+        member = LiveSequence(
+            sequence=sequence,
+            owner=owner,
+            table=JournaledTable(allocator, config.page_size),
+            chain=cache.chain((), {"salt": request.cache_salt}),
+            key=(rank_of(request, config), request.arrival, sample),
         )
-        if params.beam_width is not None:
-            owner.beams = BeamSearch(request, owner.max_output_tokens)
-        for sample in range(params.num_sequences):
-            sequence = Sequence(request, sample, list(request.prompt_token_ids), num_prompt)
-            if params.prompt_logprobs is not None:
-                sequence.prompt_logprobs.append(None)  # nothing comes before the first token
-            member = LiveSequence(
-                sequence=sequence,
-                owner=owner,
-                table=JournaledTable(self._allocator, config.page_size),
-                chain=self._cache.chain((), {"salt": request.cache_salt}),
-                key=(rank_of(request, config), request.arrival, sample),
-            )
-            owner.members.append(member)
-        return owner
+        owner.members.append(member)
+    return owner
 
 
 def _key(live: LiveSequence) -> SequenceKey:

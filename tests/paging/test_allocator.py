@@ -172,9 +172,33 @@ def test_misuse_is_named_and_changes_nothing(kind: str) -> None:
     allocator.check_integrity([[1, 2]])
 
 
-def test_a_pool_without_a_usable_page_is_refused() -> None:
-    with pytest.raises(IntegrityError, match="`num_pages` must be at least 2"):
-        PageAllocator(1)
+def test_a_pool_without_the_null_page_is_refused() -> None:
+    with pytest.raises(IntegrityError, match="`num_pages` must be at least 1"):
+        PageAllocator(0)
+
+
+def test_a_pool_of_the_null_page_alone_has_nothing_to_give() -> None:
+    allocator = PageAllocator(1)
+    assert (allocator.usable, allocator.num_free, allocator.usage) == (0, 0, 0.0)
+    with pytest.raises(AllocationError, match="at most the 0 pages that are free"):
+        allocator.allocate()
+    assert allocator.allocate(0) == []
+    allocator.check_integrity([])
+
+
+def test_references_are_counted_together() -> None:
+    allocator = PageAllocator(6)
+    first, second = allocator.allocate(2)
+    allocator.share(second)
+    assert (allocator.num_references, allocator.num_held) == (3, 2)
+    allocator.free([second, first])
+    assert (allocator.num_references, allocator.num_held) == (1, 1)
+    with pytest.raises(IntegrityError):
+        allocator.free([second, second])
+    assert allocator.num_references == 1
+    allocator.num_references = 2
+    with pytest.raises(IntegrityError, match=r"num_references must be the sum of all, 1\. Got 2"):
+        allocator.check_integrity()
 
 
 def _break_free_count(allocator: PageAllocator) -> None:
