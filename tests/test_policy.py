@@ -14,7 +14,7 @@ from pagedjax import LLM, RequestOutput
 from pagedjax.config import EngineConfig, SchedulerConfig
 from pagedjax.deadlines import Deadlines
 from pagedjax.engine import LLMEngine
-from pagedjax.errors import ConfigError, RequestError
+from pagedjax.errors import ConfigError, IntegrityError, RequestError
 from pagedjax.in_flight import InFlight
 from pagedjax.request import (
     FinishReason,
@@ -208,9 +208,11 @@ def test_a_queue_of_so_many_requests_refuses_the_next_with_the_numbers() -> None
 
 
 def test_a_queue_of_so_many_tokens_refuses_the_next_and_never_a_long_prompt_alone() -> None:
-    desk = Desk(max_queue_tokens=10, max_num_seqs=1)
+    desk = Desk(max_queue_tokens=18, max_num_seqs=1)
     desk.add(length=30, tokens=2)
-    with pytest.raises(RequestError, match=r"`max_queue_tokens` 10. Got 1 requests with 30 prompt"):
+    with pytest.raises(
+        RequestError, match=r"`max_queue_tokens` 18\. Got 1 requests with 30 prompt"
+    ):
         desk.add(length=1)
     desk.step()
     desk.add(length=9)
@@ -243,6 +245,16 @@ def test_what_was_preempted_takes_no_newcomers_room() -> None:
     with pytest.raises(RequestError, match="Got 1 requests with 5"):
         desk.add()
     desk.drain()
+
+
+def test_a_count_of_the_queue_that_is_wrong_is_found() -> None:
+    desk = Desk()
+    desk.add(length=5)
+    desk.scheduler.roster.num_queued_tokens += 1
+    with pytest.raises(
+        IntegrityError, match=r"\(1, 5\) requests and tokens never ran. Counted .1, 6"
+    ):
+        desk.scheduler.check_integrity()
 
 
 def test_room_comes_back_when_what_waits_is_aborted() -> None:
@@ -411,14 +423,17 @@ def test_deadlines_hold_no_requests_that_ended_long_before_them() -> None:
 
 def test_deadlines_come_in_their_order_whatever_the_order_of_arrival() -> None:
     desk, deadlines = Counter(), Deadlines()
-    timeouts = np.random.default_rng(3).permutation(100) + 1.0
+    timeouts = np.random.default_rng(3).permutation(300) + 1.0
     for i, timeout in enumerate(timeouts.tolist()):
         params = SamplingParams(max_tokens=1)
         request = desk.engine.intake.request(str(i), [1], params, now=0.0, timeout=timeout)
-        deadlines.add(InFlight(request, [Sequence(request, 0, [1], 1)], [None], desk.clock))
-    for now in range(0, 120, 7):
+        sequence = Sequence(request, 0, [1], 1)
+        if timeout % 3 == 0:  # ended at once: it is swept out of the middle of the others
+            sequence.status = SequenceStatus.FINISHED
+        deadlines.add(InFlight(request, [sequence], [None], desk.clock))
+    for now in range(0, 320, 7):
         due = [live.request.timeout for live in deadlines.due(float(now))]
-        assert due == list(range(max(now - 6, 1), min(now, 100) + 1))
+        assert due == [t for t in range(max(now - 6, 1), min(now, 300) + 1) if t % 3]
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), float("nan"), True, "2", 10**400])

@@ -89,20 +89,16 @@ class Pins:
         self._check_room(len(prefix) // self._config.page_size, self._match(prefix, salt))
 
     def pin(self, prefix: tuple[int, ...], salt: str | None) -> bool:
-        """Holds the pages of a prefix, all of which must be on the device.
+        """Holds the pages of a prefix that passed `check`, all of which must be on the device.
 
         Returns:
           False, and nothing changed, when one is not. What is pinned already stays so.
-
-        Raises:
-          CapacityError: too little of the pool would be left.
         """
         pages, key = self._match(prefix, salt), (prefix, salt)
         if len(pages) < len(prefix) // self._config.page_size:
             return False
         if key in self._held and self._held[key].pages == pages:
             return True
-        self._check_room(len(pages), pages)
         for page in pages:
             self._allocator.share(page)
         self.unpin(prefix, salt)  # of an earlier pin, some of whose pages were not to be trusted
