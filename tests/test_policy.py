@@ -210,9 +210,7 @@ def test_a_queue_of_so_many_requests_refuses_the_next_with_the_numbers() -> None
 def test_a_queue_of_so_many_tokens_refuses_the_next_and_never_a_long_prompt_alone() -> None:
     desk = Desk(max_queue_tokens=18, max_num_seqs=1)
     desk.add(length=30, tokens=2)
-    with pytest.raises(
-        RequestError, match=r"`max_queue_tokens` 18\. Got 1 requests with 30 prompt"
-    ):
+    with pytest.raises(RequestError, match=r"`max_queue_tokens` 18\. Got 1 requests with 30"):
         desk.add(length=1)
     desk.step()
     desk.add(length=9)
@@ -251,9 +249,7 @@ def test_a_count_of_the_queue_that_is_wrong_is_found() -> None:
     desk = Desk()
     desk.add(length=5)
     desk.scheduler.roster.num_queued_tokens += 1
-    with pytest.raises(
-        IntegrityError, match=r"\(1, 5\) requests and tokens never ran. Counted .1, 6"
-    ):
+    with pytest.raises(IntegrityError, match=r"\(1, 5\) requests and .* Counted .1, 6"):
         desk.scheduler.check_integrity()
 
 
