@@ -53,7 +53,8 @@ QUICK: dict[str, Any] = {
     "search_seconds": 45.0,
     "bound": None,
     "page_sizes": (1, 16, 64, 256),
-    "sharing_requests": 100,
+    "sharing_requests": 60,
+    "widths": (2, 6),
 }
 KEYS = ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E9", "E10", "E11")
 STEP_TIME_OPTIONS = {  # option -> field of StepTime, unit of the option, its help

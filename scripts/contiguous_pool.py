@@ -67,9 +67,9 @@ class BuddyPool:
 
     def free(self, start: int, taken: int) -> None:
         """As in `Pool`: merges with the other half as long as that is free too."""
-        root, most = next(r for r in self._roots if r[0] <= start < r[0] + r[1])
+        most = next(size for root, size in self._roots if root <= start < root + size)
         while taken < most:
-            buddy = root + ((start - root) ^ taken)
+            buddy = start ^ taken  # every root starts at a multiple of its size
             starts = self._free.setdefault(taken, [])
             if buddy not in starts:
                 break

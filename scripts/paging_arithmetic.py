@@ -1,18 +1,11 @@
-"""The experiments that need no arrivals: sharing by forks, what giving pages up costs, exact sums.
-
-Owns E5's beams, E10 and E11, on the real allocator and page tables.
-"""
+"""E5, E10 and E11: what sharing saves, what giving pages up costs, the paper's exact sums."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-
-import numpy as np
 
 from pagedjax.paging import PageAllocator, PageTable
 from scripts.contiguous_pool import BuddyPool, asked_positions
 from scripts.length_distributions import MAX_MODEL_LEN
-from scripts.paging_runs import Experiment, Settings, new_server, play, sources
+from scripts.paging_runs import Experiment, Settings, Source, new_server, play, sources
 from scripts.paging_simulation import (
     ITEMSIZE,
     NUM_LAYERS,
@@ -27,7 +20,11 @@ PAPER_SHARING = {
     "Alpaca-like": {"samples": "6.09 / 8.53 / 9.79", "beams": "37.56 / 53.13 / 55.16"},
     "ShareGPT-like": {"samples": "16.2 to 30.5", "beams": "44.3 to 66.3"},
 }
-TURNOVERS = {"beams, redrawn every step": 1.0, "beams, redrawn every third step": 1 / 3}
+KINDS = {  # of sequences -> share of the steps in which beams compete
+    "samples": None,
+    "beams, competing every step": 1.0,
+    "beams, every third step": 1 / 3,
+}
 SHARING_RATES = {"ShareGPT-like": 0.6, "Alpaca-like": 6.0}  # requests/s: what keeps up at n = 6
 COPY_LATENCY = 5e-6  # seconds that starting one copy between host and device takes
 EVICTED_TOKENS = 458  # of a running ShareGPT request, in the mean
@@ -38,26 +35,10 @@ def sharing(settings: Settings) -> Experiment:
     figures: dict[str, dict[str, dict[str, float]]] = {}
     rows: list[list[str]] = []
     for source in sources(settings):
-        found = figures[source.name] = {"samples": dict[str, float]()}
+        found = figures[source.name] = {kind: dict[str, float]() for kind in KINDS}
         for width in settings.widths:
-            rate = SHARING_RATES.get(source.name, source.rate / 4)
-            requests = source.make(
-                rate=rate,
-                seconds=settings.sharing_requests / rate,
-                seed=settings.seed,
-                num_sequences=width,
-            )
-            outcome = play(
-                new_server("paged", settings), requests, settings, f"n = {width}", drain=False
-            )
-            found["samples"][str(width)] = outcome.saved_pages
-            lengths = [
-                (r.prompt_tokens, r.output_tokens)
-                for r in requests[: settings.sharing_requests // 4]
-            ]
-            for kind, turnover in TURNOVERS.items():
-                saved = beam_sharing(lengths, width, turnover=turnover, seed=settings.seed)
-                found.setdefault(kind, {})[str(width)] = saved
+            for kind, turnover in KINDS.items():
+                found[kind][str(width)] = _saved_pages(source, width, turnover, settings)
         for kind, saved in found.items():
             paper = PAPER_SHARING.get(source.name, {}).get(kind.split(",")[0], "-")
             values = " / ".join(f"{100 * value:.2f}" for value in saved.values())
@@ -71,47 +52,31 @@ def sharing(settings: Settings) -> Experiment:
         notes=[
             "Samples run in the scheduler. They share the full pages of their prompts, so that the"
             " prompts' spread, which is assumed, decides the figure.",
-            "A beam's lanes are forked and freed on the real page tables; each lane's parent is"
-            " drawn evenly from the lanes, in every step or, since a model that is sure of its next"
-            " token leaves the lanes as they are, in a share of the steps. Which share real models"
-            " have is not published; it decides the figure for wide beams.",
+            "Beams search in the scheduler too, over random offers, in every step or, since a model"
+            " that is sure of its next token leaves the lanes as they are, in a third of the steps."
+            " How often real models make lanes compete is not published; it decides the figure for"
+            " wide beams.",
         ],
         figures=figures,
     )
 
 
-def beam_sharing(
-    lengths: Sequence[tuple[int, int]], width: int, *, turnover: float, seed: int
-) -> float:
-    """Share of page-steps that lanes save, over requests of (prompt, output) tokens.
-
-    `turnover` is the share of steps in which lanes get new parents.
-    """
-    rng = np.random.default_rng([seed, 3])
-    allocator = PageAllocator(width * (MAX_MODEL_LEN // PAGE_SIZE + 1) + width + 1)
-    held = unshared = 0
-    for prompt_tokens, output_tokens in lengths:
-        first = PageTable(allocator, PAGE_SIZE)
-        first.append(prompt_tokens)
-        lanes = [first, *(first.fork() for _ in range(width - 1))]
-        for _ in range(output_tokens - 1):
-            if rng.random() < turnover:
-                lanes = _next_lanes(lanes, rng.integers(0, width, width).tolist())
-            for lane in lanes:
-                lane.extend(1)
-            held += allocator.num_held
-            unshared += sum(len(lane.pages) for lane in lanes)
-        for lane in lanes:
-            lane.release()
-    return 1 - held / max(unshared, 1)
-
-
-def _next_lanes(lanes: list[PageTable], parents: list[int]) -> list[PageTable]:
-    """A lane for each parent that was drawn; lanes without children give their pages up."""
-    children = [lanes[parent].fork() for parent in parents]
-    for lane in lanes:
-        lane.release()
-    return children
+def _saved_pages(source: Source, width: int, turnover: float | None, settings: Settings) -> float:
+    """Share of the pages, over time, that requests of so many sequences save by sharing."""
+    rate = SHARING_RATES.get(source.name, source.rate / 4)
+    count = settings.sharing_requests
+    if turnover is not None:
+        count //= 3  # every token of a beam costs the host as much as several of samples
+    requests = source.make(
+        rate=rate,
+        seconds=count / rate,
+        seed=settings.seed,
+        num_sequences=width,
+        is_beam=turnover is not None,
+    )
+    server = new_server("paged", settings, turnover=turnover or 0.0, seed=settings.seed)
+    label = f"{source.name}, {width} {'samples' if turnover is None else 'beams'}"
+    return play(server, requests, settings, label, drain=False).saved_pages
 
 
 def preemption_costs(settings: Settings) -> Experiment:

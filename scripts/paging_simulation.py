@@ -137,7 +137,12 @@ class Server(Protocol):
 
 
 class PagedServer:
-    """The project's scheduler. Every row of a result says token 0; only its time is simulated."""
+    """The project's scheduler. Every row of a result says token 0; only its time is simulated.
+
+    Beams are offered random tokens. The logprobs of a row's likeliest tokens are a Poisson process
+    downwards from 0, so that lanes compete as evenly as they can; in the steps that `turnover`
+    leaves out a model is sure of each lane's next token, and all lanes stay.
+    """
 
     def __init__(
         self,
@@ -146,11 +151,18 @@ class PagedServer:
         prefix_caching: bool = False,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
+        turnover: float = 1.0,
+        seed: int = 0,
         **options: Any,
     ):
         """Makes the scheduler over the pages of 12 GiB, the null page among them.
 
-        `options` go to `SchedulerConfig`.
+        Args:
+          page_size, max_num_seqs, max_num_batched_tokens: as in `SchedulerConfig`.
+          prefix_caching: its `enable_prefix_caching`.
+          turnover: share of the steps in which the lanes of a beam compete.
+          seed: of what beams are offered.
+          options: more of `SchedulerConfig`.
         """
         num_pages = page_layout(page_size).pages_in(KV_BYTES)
         self.config = SchedulerConfig(
@@ -167,14 +179,20 @@ class PagedServer:
         self.num_positions = num_pages * page_size
         self._results = {width: _empty_result(width) for width in self._widths()}
         self._sequences: dict[int, list[TokenSequence]] = {}
+        self._turnover = turnover
+        self._rng = np.random.default_rng([seed, 4])
+        self._num_beams = 0  # requests in flight that search with beams
         self._plan: StepPlan | None = None
 
     def add(self, index: int, request: SimulatedRequest) -> None:
         """As in `Server`."""
         own = request.prompt_tokens - request.shared_prefix
         prompt = (1,) * request.shared_prefix + (2 + index % (VOCAB_SIZE - 2),) * own
+        width = request.num_sequences
+        self._num_beams += request.is_beam
         params = SamplingParams(
-            n=request.num_sequences,
+            n=1 if request.is_beam else width,
+            beam_width=width if request.is_beam else None,
             max_tokens=request.output_tokens,
             ignore_eos=True,
             detokenize=False,
@@ -209,7 +227,10 @@ class PagedServer:
         plan = self._plan
         if plan is None:
             return []
-        advanced = self.scheduler.update(plan, self._results[self.config.rows_in(plan.bucket)])
+        result = self._results[self.config.rows_in(plan.bucket)]
+        if self._num_beams:
+            result = _offering(result, self._rng, sure=self._rng.random() >= self._turnover)
+        advanced = self.scheduler.update(plan, result)
         ended = {int(s.request.request_id) for s in advanced if s.is_finished}
         return sorted(i for i in ended if all(s.is_finished for s in self._sequences[i]))
 
@@ -238,8 +259,8 @@ class PagedServer:
 
     def generated(self, index: int, request: SimulatedRequest) -> list[int]:
         """As in `Server`; anything but a full length is an error."""
-        del request
         sequences = self._sequences.pop(index)
+        self._num_beams -= request.is_beam
         wrong = [s for s in sequences if s.finish_reason is not FinishReason.LENGTH]
         if wrong:
             raise RuntimeError(f"request {index} ended with {wrong[0].finish_reason}: {wrong}")
@@ -424,4 +445,16 @@ def _empty_result(width: int) -> StepResult:
         top_ids=np.zeros((width, MAX_LOGPROBS), np.int32),
         top_logprobs=np.zeros((width, MAX_LOGPROBS), np.float32),
         corrupted=np.zeros(width, bool),
+    )
+
+
+def _offering(result: StepResult, rng: np.random.Generator, *, sure: bool) -> StepResult:
+    """The same with other tokens on offer to beams, ids 0 to 19, likeliest first."""
+    shape = result.top_ids.shape
+    gaps = np.full(shape, 1e3) if sure else rng.standard_exponential(shape)
+    gaps[:, 0] *= not sure
+    return replace(
+        result,
+        top_ids=np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
+        top_logprobs=-np.cumsum(gaps, axis=1, dtype=np.float32),
     )
