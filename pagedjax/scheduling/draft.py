@@ -8,6 +8,7 @@ so a draft can be thrown away. Knows nothing of arrays or devices.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import islice
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.errors import IntegrityError
@@ -64,6 +65,7 @@ class StepDraft:
         self._max_rows = config.max_rows
         self._pages = PageBudget(allocator, config.page_size)
         self._num_parked = 0
+        self._num_front = 0  # of the scheduled: those that `_decode_front` planned
 
     def park(self, idle: LiveSequence) -> None:
         """An idle lane of a beam search gives its pages up; to be called first of all."""
@@ -73,11 +75,10 @@ class StepDraft:
 
     def schedule_running(self, running: Seq[LiveSequence]) -> None:
         """Gives each running sequence its tokens, oldest first; preempts among the later ones."""
-        if self._decode_all(running):
-            return
         kept = list(running)  # victims leave it, behind the place where the loop is
         budget = self._config.max_num_batched_tokens
-        for at, live in enumerate(kept, 1):
+        done = self._decode_front(running)
+        for at, live in enumerate(islice(kept, done, None), done + 1):
             if self.num_tokens >= budget:
                 return
             if live.in_flight is not None or live.offers is not None:
@@ -145,15 +146,14 @@ class StepDraft:
             self.grown.append((live, total))
             self._add(live, start, slot, num_tokens, num_prompt_rows, num_samples)
 
-    def _decode_all(self, running: Seq[LiveSequence]) -> bool:
-        """The ordinary step, when nothing is in its way: each runs its last token, and there are
-        pages for all. False, and nothing done, when it is not that; the general way is twice as
-        slow."""
-        scheduled: list[ScheduledSequence] = []
-        starts: list[int] = []
-        slots: list[int] = []
-        grown: list[tuple[LiveSequence, int]] = []
-        for row, live in enumerate(running):
+    def _decode_front(self, running: Seq[LiveSequence]) -> int:
+        """Plans those at the front that run their last token and have, or find, the page for it.
+
+        Most of what runs is there, and all it needs is a short loop. Returns how many it planned.
+        """
+        scheduled, lives, starts, slots = self.scheduled, self.lives, self.starts, self.slots
+        free_pages = self._pages.free
+        for row, live in enumerate(running[: self._max_rows]):
             sequence = live.sequence
             start, slot = sequence.num_computed_tokens, sequence.slot
             if (
@@ -163,27 +163,22 @@ class StepDraft:
                 or slot is None
                 or not live.owner.is_forked
             ):
-                return False
+                break
             if start >= live.capacity:
-                grown.append((live, start + 1))
+                if free_pages == 0:
+                    break
+                free_pages -= 1
+                self.grown.append((live, start + 1))
             note = live.decode_note
             if note is None or note.first_row != row or note.epoch != sequence.epoch:
                 note = live.decode_note = ScheduledSequence(sequence, sequence.epoch, 1, row, 0, 1)
             scheduled.append(note)
+            lives.append(live)
             starts.append(start)
             slots.append(slot)
-        if len(scheduled) > self._max_rows or len(grown) > self._pages.free:
-            return False
-        self._pages.free -= len(grown)
-        self.scheduled, self.lives, self.starts, self.slots = (
-            scheduled,
-            list(running),
-            starts,
-            slots,
-        )
-        self.grown = grown
-        self.num_tokens = self.num_rows = len(scheduled)
-        return True
+        self._pages.free = free_pages
+        self._num_front = self.num_tokens = self.num_rows = len(scheduled)
+        return self._num_front
 
     @property
     def is_decode(self) -> bool:
@@ -268,12 +263,11 @@ class StepDraft:
 
     def _reserved(self, running: Seq[LiveSequence]) -> int:
         """Pages to keep for all running sequences."""
-        if self.is_decode and len(self.lives) == len(running):
-            size = self._config.page_size
-            return sum((start + 1) % size == 0 for start in self.starts)
-        triples = zip(self.lives, self.starts, self.scheduled, strict=True)
+        size, front = self._config.page_size, self._num_front
+        pages = sum((start + 1) % size == 0 for start in self.starts[:front])
+        triples = zip(self.lives[front:], self.starts[front:], self.scheduled[front:], strict=True)
         ends = {live: start + s.num_tokens for live, start, s in triples}
-        return sum(self._reserve(live, ends.get(live)) for live in running)
+        return pages + sum(self._reserve(live, ends.get(live)) for live in running[front:])
 
     def _reserve(self, live: LiveSequence, end: int | None) -> int:
         """Pages to keep for a running sequence: of known tokens past `end`, and of its next one."""
