@@ -335,6 +335,24 @@ def test_a_running_request_ends_at_its_timeout_with_what_came_so_far() -> None:
     assert desk.outputs["free"].outputs[0].token_ids == desk.plain([4, 5], 9, "free")
 
 
+def test_a_late_sample_is_late_even_when_the_end_of_its_text_is_a_stop_string() -> None:
+    class Stopped:
+        text, stopped = "so far", "far"
+
+        def finish(self) -> None:
+            pass
+
+    desk = Counter()
+    desk.add("a", [1], 9, timeout=1.0)
+    desk.step()
+    live: Any = desk.engine._live["a"]
+    live.detokenizers = [Stopped()]
+    desk.clock.now += 1.0
+    desk.step()
+    assert desk.outputs["a"].outputs[0].finish_reason == "timeout"
+    assert desk.outputs["a"].outputs[0].text == "so far"
+
+
 def test_a_request_in_the_queue_ends_at_its_timeout() -> None:
     desk = Counter(max_num_seqs=1)
     desk.add("first", [1], 9)
@@ -508,6 +526,70 @@ def test_a_preempted_request_can_be_aborted() -> None:
     desk.scheduler.check_integrity()
     desk.sequences = [s for s in desk.sequences if s.request.request_id != request_id]
     desk.drain()
+
+
+def swapped_desk() -> Counter:
+    """An engine in which one of two requests is on the host."""
+    desk = Counter(
+        num_pages=11, num_host_pages=20, preemption_mode="swap", scheduling_policy="fcfs"
+    )
+    for i in range(2):
+        desk.add(str(i), [i + 1] * 11, 20, timeout=7.0 if i else None)
+    while not desk.engine.scheduler.host.allocator.num_held:
+        desk.step()
+    return desk
+
+
+def test_a_swapped_request_can_be_aborted() -> None:
+    desk = swapped_desk()
+    assert desk.engine.abort("1")
+    assert not desk.engine.abort("1")
+    assert desk.engine.scheduler.host.allocator.num_held == 0
+    desk.drain()
+    assert desk.outputs["0"].outputs[0].token_ids == desk.plain([1] * 11, 20, "0")
+
+
+def test_a_swapped_request_ends_at_its_timeout() -> None:
+    desk = swapped_desk()
+    desk.clock.now += 7.0
+    assert desk.step() == ["1"]
+    late(desk.outputs["1"])
+    assert desk.engine.scheduler.host.allocator.num_held == 0
+    tokens = desk.outputs["1"].outputs[0].token_ids
+    assert tokens
+    assert tokens == desk.plain([2] * 11, 20, "1")[: len(tokens)]
+    desk.drain()
+
+
+def test_a_reset_takes_swapped_pages_and_no_token() -> None:
+    desk = swapped_desk()
+    assert not desk.engine.reset_prefix_cache()
+    assert desk.engine.reset_prefix_cache(reset_running=True)
+    desk.engine.check_integrity()
+    host = desk.engine.scheduler.host.allocator
+    assert (host.num_free, host.num_evictable) == (20, 0)
+    desk.drain()
+    for i in range(2):
+        assert desk.outputs[str(i)].outputs[0].token_ids == desk.plain([i + 1] * 11, 20, str(i))
+
+
+@pytest.mark.parametrize("how", ["abort", "timeout"])
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_a_beam_search_can_be_ended_at_any_point(how: str, num_steps: int) -> None:
+    desk = Counter()
+    params = SamplingParams(beam_width=3, n=2, max_tokens=12, ignore_eos=True, detokenize=False)
+    desk.engine.add_request("beams", [1, 2, 3, 4, 5], params, timeout=5.0)
+    desk.add("other", [3, 4], 9)
+    for _ in range(num_steps):
+        desk.step()
+    if how == "abort":
+        assert desk.engine.abort("beams")
+        assert not desk.engine.abort("beams")
+    desk.clock.now += 5.0
+    assert desk.step() == ["beams"]
+    assert {s.finish_reason for s in desk.outputs["beams"].outputs} == {how}
+    desk.drain()
+    assert desk.outputs["other"].outputs[0].token_ids == desk.plain([3, 4], 9, "other")
 
 
 # -------------------------------------------------------------------------------------- the LLM

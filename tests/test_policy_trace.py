@@ -36,9 +36,15 @@ class Asked:
 class Trace:
     """An engine, its callers, and their books."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, num_host_pages: int) -> None:
         self.config = replace(
-            CONFIG, num_pages=23, max_queue_requests=6, max_queue_tokens=70, max_num_seqs=5
+            CONFIG,
+            num_pages=23,
+            max_queue_requests=6,
+            max_queue_tokens=70,
+            max_num_seqs=5,
+            num_host_pages=num_host_pages,
+            preemption_mode="swap",
         )
         self.rng = np.random.default_rng(seed)
         self.now = 0.0
@@ -168,12 +174,15 @@ class Trace:
 
     def reset(self) -> None:
         forced = self.rng.random() < 0.5
-        expected = forced or self.scheduler.num_running == 0
+        is_free = self.scheduler.num_running == self.scheduler.host.allocator.num_held == 0
+        expected = forced or is_free
         assert self.engine.reset_prefix_cache(reset_running=forced) == expected
         if expected:
             self.counts["resets"] += 1
             assert self.scheduler.allocator.num_free == self.scheduler.allocator.usable
             assert self.scheduler.allocator.num_evictable == 0
+            assert self.scheduler.host.allocator.num_free == self.config.num_host_pages
+            assert self.scheduler.host.allocator.num_evictable == 0
             assert self.scheduler.stats.pinned == ()
 
     # ------------------------------------------------------------------------------- the books
@@ -189,6 +198,10 @@ class Trace:
         assert allocator.num_held == len(set(named)) == allocator.usable - allocator.num_free
         assert sum(allocator.references(page) for page in set(named)) == len(named)
         assert len(allocator.eviction_order()) == allocator.num_free
+        host = scheduler.host.allocator
+        named = [page for live in roster.waiting for page in live.host_pages]
+        assert host.num_held == len(set(named)) == host.usable - host.num_free
+        assert sum(host.references(page) for page in set(named)) == len(named)
         live = [s for asked in self.asked.values() for s in asked.sequences]
         stats = scheduler.stats
         tokens = sum(s.num_output_tokens for s in live)
@@ -224,8 +237,8 @@ def _preemptions(asked: Asked) -> int:
     return sum(sequence.num_preemptions for sequence in asked.sequences)
 
 
-def run_trace(num_operations: int, seed: int) -> None:
-    trace = Trace(seed)
+def run_trace(num_operations: int, num_host_pages: int) -> None:
+    trace = Trace(num_operations + num_host_pages, num_host_pages)
     trace.run(num_operations)
     trace.engine.check_integrity()
     assert trace.engine.reset_prefix_cache()
@@ -235,16 +248,20 @@ def run_trace(num_operations: int, seed: int) -> None:
     least = num_operations / 20_000
     assert trace.scheduler.stats.num_preemptions > 100 * least
     assert trace.scheduler.stats.prefix_hit_tokens > 1_000 * least
+    swap = trace.scheduler.stats.swap
+    assert (swap.num_pages_out > 100 * least) == (swap.num_pages_in > 100 * least)
+    assert (swap.num_pages_in > 100 * least) == (num_host_pages > 0)
     wanted = {"added": 1_000, "refused": 100, "late": 100, "aborted": 200, "checked": 50}
     wanted |= {"pins": 50, "full": 5, "resets": 60}
     for name, count in wanted.items():
         assert trace.counts[name] > count * least, trace.counts
 
 
-def test_twenty_thousand_operations_with_exact_accounting() -> None:
-    run_trace(20_000, seed=1)
+@pytest.mark.parametrize("num_host_pages", [0, 12])
+def test_twice_ten_thousand_operations_with_exact_accounting(num_host_pages: int) -> None:
+    run_trace(10_000, num_host_pages)
 
 
 @pytest.mark.slow
 def test_a_million_operations_with_exact_accounting() -> None:
-    run_trace(1_000_000, seed=2)
+    run_trace(1_000_000, num_host_pages=12)

@@ -14,8 +14,13 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagedjax.config import PREEMPTION_MODES, VICTIM_POLICIES, SchedulerConfig
-from pagedjax.errors import TransferError
+from pagedjax.config import (
+    PREEMPTION_MODES,
+    SCHEDULING_POLICIES,
+    VICTIM_POLICIES,
+    SchedulerConfig,
+)
+from pagedjax.errors import CapacityError, TransferError
 from pagedjax.plan import StepPlan, StepResult
 from pagedjax.request import FinishReason, Logprob, Request, SamplingParams, Sequence
 from pagedjax.scheduler import Scheduler
@@ -91,6 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_tokens=st.sampled_from([0, 12, 60, 300]),
         mode=st.sampled_from(["swap", *PREEMPTION_MODES]),
         victim_policy=st.sampled_from(VICTIM_POLICIES),
+        policy=st.sampled_from(SCHEDULING_POLICIES),
     )
     def start(
         self,
@@ -103,6 +109,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_tokens: int,
         mode: Any,
         victim_policy: Any,
+        policy: Any,
     ) -> None:
         max_model_len = 40
         self.config = SchedulerConfig(
@@ -116,6 +123,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_host_pages=-(-host_tokens // page_size),
             preemption_mode=mode,
             victim_policy=victim_policy,
+            scheduling_policy=policy,
+            priority_ageing=5.0,
         )
         self.scheduler = Scheduler(self.config, prefix_cache_root=ROOT)
         self.runner = FakeRunner(self.config, self.scheduler.allocator)
@@ -142,6 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         words: list[list[int]],
     ) -> None:
         arrival = len({s.request.request_id for s in self.sequences})
+        by_priority = self.config.scheduling_policy == "priority"
         request = Request(
             request_id=f"r{arrival}",
             prompt_token_ids=tuple(PREFIXES[prefix][:shared] + tail) or (1,),
@@ -151,6 +161,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos_token_ids=frozenset({2}),
             bad_sequences=tuple(map(tuple, words)),
             cache_salt=salt,
+            priority=data.draw(st.integers(-2, 2)) if by_priority else 0,
+            arrival_time=float(arrival),
         )
         self.sequences += self.scheduler.add_request(request)
 
@@ -228,22 +240,54 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(s.is_finished for s in siblings)
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), fails=st.booleans())
-    def end_one(self, data: st.DataObject, fails: bool) -> None:
+    @rule(data=st.data(), how=st.sampled_from([None, FinishReason.ERROR, FinishReason.TIMEOUT]))
+    def end_one(self, data: st.DataObject, how: FinishReason | None) -> None:
         sequence = data.draw(st.sampled_from(self.sequences))
         was = sequence.finish_reason
-        if fails:
-            self.scheduler.fail(sequence, "broken")
-            assert (sequence.error == "broken") == (was in (None, FinishReason.ERROR))
+        if how is not None:
+            self.scheduler.fail(sequence, how.value, reason=how)
+            assert (sequence.error == how.value) == (was in (None, how))
         else:
             self.scheduler.finish(sequence, FinishReason.ABORT)
         assert sequence.is_finished
         assert was is None or sequence.finish_reason is was
 
-    @rule()
-    def reset_prefix_cache(self) -> None:
-        held = self.scheduler.allocator.num_held + self.scheduler.host.allocator.num_held
-        assert self.scheduler.reset_prefix_cache() == (held == 0)
+    @rule(forced=st.booleans())
+    def reset_prefix_cache(self, forced: bool) -> None:
+        scheduler = self.scheduler
+        pages = [page for live in scheduler.roster.live.values() for page in live.table.pages]
+        is_free = not pages and not scheduler.host.allocator.num_held
+        pinned, tokens = scheduler.pins.listing, [s.num_tokens for s in self.sequences]
+        assert scheduler.reset_prefix_cache(reset_running=forced) == (forced or is_free)
+        assert [s.num_tokens for s in self.sequences] == tokens
+        if forced or is_free:
+            assert scheduler.prefix_cache.num_cached == scheduler.allocator.num_held == 0
+            assert scheduler.host.allocator.num_free == self.config.num_host_pages
+            assert scheduler.pins.listing == ()
+        else:
+            assert scheduler.pins.listing == pinned
+
+    @precondition(lambda self: self.config.enable_prefix_caching)
+    @rule(which=st.integers(0, 1), num_pages=st.integers(1, 6), salt=st.sampled_from([None, "a"]))
+    def pin(self, which: int, num_pages: int, salt: str | None) -> None:
+        pins = self.scheduler.pins
+        prefix = pins.prefix_of(tuple(PREFIXES[which][: num_pages * self.config.page_size]))
+        try:
+            pins.check(prefix, salt)
+        except CapacityError:
+            return
+        if pins.pin(prefix, salt):
+            found = {(pin.token_ids, pin.cache_salt): pin for pin in pins.listing}
+            assert found[prefix, salt].num_hit_tokens == len(prefix)
+            left = self.scheduler.allocator.usable - pins.num_pages
+            assert left >= self.config.pages_per_seq
+
+    @precondition(lambda self: self.scheduler.pins.listing)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        pin = data.draw(st.sampled_from(self.scheduler.pins.listing))
+        assert self.scheduler.pins.unpin(pin.token_ids, pin.cache_salt)
+        assert not self.scheduler.pins.unpin(pin.token_ids, pin.cache_salt)
 
     @invariant()
     def all_agrees(self) -> None:

@@ -280,7 +280,6 @@ class BatchJob:
 
     def abort(self) -> None:
         """Cancels what is running."""
-        self._waiting.clear()
         if not self._running:
             return
         for request_id in list(self._running):
