@@ -11,7 +11,8 @@ answer) and Oracle (knows the answer's length), over buddy blocks.
   E2   requests/s at a bound on latency     E7   chat
   E3   requests batched                     E9   page size
   E4   parallel sampling                    E10  swap against recompute
-  E5   pages saved by samples and beams     E11  the paper's example, exact
+  E5   pages saved by samples and beams     E10B both, and auto, in the scheduler
+                                            E11  the paper's example, exact
 
 E2, E4, E6 and E7 look for the highest rate whose mean latency keeps `--latency-bound`; with
 `--quick` they measure what comes out of a queue that is never empty instead.
@@ -28,7 +29,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from scripts import (  # noqa: E402
     paging_arithmetic,
     paging_experiments,
     paging_plots,
+    paging_pressure,
     paging_rates,
 )
 from scripts.contiguous_pool import POOLS  # noqa: E402
@@ -56,7 +58,7 @@ QUICK: dict[str, Any] = {
     "sharing_requests": 60,
     "widths": (2, 6),
 }
-KEYS = ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E9", "E10", "E11")
+KEYS = ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E9", "E10", "E10B", "E11")
 STEP_TIME_OPTIONS = {  # option -> field of StepTime, unit of the option, its help
     "weight-gb": ("weight_bytes", 1e9, "weights, read once a step"),
     "gflop-per-token": ("flops_per_token", 1e9, "operations a token"),
@@ -80,9 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench_paging: {error}", file=sys.stderr)
         return 2
     started = time.perf_counter()
-    experiments = run(settings, args.only or KEYS)
-    for experiment in experiments:
-        print(table(experiment), end="\n\n")
+    experiments: list[Experiment] = []
+    for experiment in run(settings, args.only or KEYS):
+        experiments.append(experiment)
+        tqdm.write(table(experiment) + "\n", file=sys.stdout)
+        sys.stdout.flush()  # a long run that is cut short has said what it knows
     if args.plots is not None:
         for path in paging_plots.save(experiments, args.plots):
             print(f"wrote {path}", file=sys.stderr)
@@ -90,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(settings: Settings, keys: Sequence[str]) -> list[Experiment]:
-    """The chosen experiments, in the order of their numbers."""
+def run(settings: Settings, keys: Sequence[str]) -> Iterator[Experiment]:
+    """The chosen experiments, in the order of their numbers, each as soon as it is done."""
     makers: dict[str, Callable[[Settings], Experiment]] = {
         "E1": paging_experiments.memory_shares,
         "E2": paging_rates.rates,
@@ -102,15 +106,14 @@ def run(settings: Settings, keys: Sequence[str]) -> list[Experiment]:
         "E7": paging_rates.chat_rates,
         "E9": paging_experiments.page_sizes,
         "E10": paging_arithmetic.preemption_costs,
+        "E10B": paging_pressure.pressure,
         "E11": paging_arithmetic.example,
     }
     wanted = [key for key in KEYS if key in keys]
-    found: list[Experiment] = []
     with tqdm(wanted, unit="experiment", disable=not settings.show_progress) as bar:
         for key in bar:
             bar.set_description(key)
-            found.append(makers[key](settings))
-    return found
+            yield makers[key](settings)
 
 
 def table(experiment: Experiment) -> str:

@@ -55,6 +55,7 @@ def save(experiments: Sequence[Experiment], folder: Path) -> list[Path]:
         "E7": _rates,
         "E9": _page_sizes,
         "E10": _preemption,
+        "E10B": _pressure,
     }
     written: list[Path] = []
     for experiment in experiments:
@@ -261,4 +262,26 @@ def _preemption(plt: Any, experiment: Experiment) -> Any:
     panel.set_title("Swap against recompute", fontsize=11)
     panel.set_ylim(bottom=0)
     _legend_below(figure, 2)
+    return figure
+
+
+def _pressure(plt: Any, experiment: Experiment) -> Any:
+    figure, panels = _panels(plt, len(experiment.figures))
+    colours = {
+        "recompute": COLOURS["oracle"],
+        "swap": COLOURS["pow2"],
+        "auto": COLOURS["paged"],
+    }
+    for panel, (link, modes) in zip(panels, experiment.figures.items(), strict=True):
+        for at, (mode, found) in enumerate(modes.items()):
+            panel.bar(at, found["latency"], 0.6, color=colours[mode])
+            panel.text(
+                at, found["latency"], f"{found['latency']:.1f}", ha="center", va="bottom",
+                fontsize=9,
+            )  # fmt: skip
+        panel.set_xticks(range(len(modes)), list(modes))
+        panel.set_xlabel("preemption mode")
+        panel.set_ylabel("mean latency, s")
+        panel.set_ylim(0, 1.15 * max(found["latency"] for found in modes.values()))
+        panel.set_title(f"A burst of four times what fits, {link}", fontsize=11)
     return figure

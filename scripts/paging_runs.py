@@ -50,7 +50,7 @@ class Settings:
     widths: Sequence[int] = (2, 4, 6)  # samples of E4 and E5, beams
     prefixes: Sequence[int] = (80, 341)  # tokens of E6
     page_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of E9 and E10
-    sharing_requests: int = 600  # of E5, for each width
+    sharing_requests: int = 240  # of E5, for each width; a third of them with beams
     trace: Sequence[SimulatedRequest] = ()
     show_progress: bool = True
 

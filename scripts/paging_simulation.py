@@ -153,6 +153,7 @@ class PagedServer:
         max_num_batched_tokens: int = 2048,
         turnover: float = 1.0,
         seed: int = 0,
+        rates_of: StepTime | None = None,
         **options: Any,
     ):
         """Makes the scheduler over the pages of 12 GiB, the null page among them.
@@ -162,6 +163,7 @@ class PagedServer:
           prefix_caching: its `enable_prefix_caching`.
           turnover: share of the steps in which the lanes of a beam compete.
           seed: of what beams are offered.
+          rates_of: the device whose rates preemption is to weigh with, as an engine measures them.
           options: more of `SchedulerConfig`.
         """
         num_pages = page_layout(page_size).pages_in(KV_BYTES)
@@ -176,6 +178,11 @@ class PagedServer:
             **options,
         )
         self.scheduler = Scheduler(self.config, prefix_cache_root=bytes(32))
+        if rates_of is not None:
+            move = page_size * rates_of.position_bytes / rates_of.host_bandwidth
+            costs = self.scheduler.costs
+            costs.seconds_per_page_out = costs.seconds_per_page_in = move
+            costs.seconds_per_token = rates_of.flops_per_token / rates_of.flops
         self.num_positions = num_pages * page_size
         self._results = {width: _empty_result(width) for width in self._widths()}
         self._sequences: dict[int, list[TokenSequence]] = {}
@@ -218,6 +225,7 @@ class PagedServer:
             tokens=plan.num_tokens,
             context=int(kv_lens.sum()),
             copied_positions=len(plan.copies) * size,
+            moved_positions=(len(plan.swaps_out) + len(plan.swaps_in)) * size,
             pages=int((-(-kv_lens // size)).sum()),
             sequences=plan.num_seqs,
         )

@@ -24,6 +24,7 @@ from scripts import (
     paging_arithmetic,
     paging_experiments,
     paging_plots,
+    paging_pressure,
     paging_rates,
     paging_runs,
 )
@@ -625,6 +626,44 @@ def test_swap_suffers_from_small_pages_and_recompute_does_not() -> None:
         assert costs["swap_gathered"] < costs["swap_page_by_page"]
 
 
+def test_auto_is_at_least_as_good_as_the_better_mode() -> None:
+    """Four times what fits, on two links between host and device, so that each mode wins once."""
+    figures = paging_pressure.pressure(QUIET).figures
+    wide, narrow = figures["wide link"], figures["narrow link"]
+    assert wide["swap"]["latency"] < wide["recompute"]["latency"]
+    assert narrow["recompute"]["latency"] < narrow["swap"]["latency"]
+    for modes in figures.values():
+        better = min(modes["swap"]["latency"], modes["recompute"]["latency"])
+        assert modes["auto"]["latency"] <= better * 1.001
+        assert modes["recompute"]["swaps"] == modes["recompute"]["moved_pages"] == 0
+        assert modes["recompute"]["recomputed_tokens"] > 5_000
+        assert modes["swap"]["swaps"] == modes["swap"]["preemptions"] > 20
+        assert modes["swap"]["recomputed_tokens"] == 0
+    assert wide["recompute"] == narrow["recompute"]  # it moves nothing
+
+
+def test_a_burst_is_four_times_what_fits() -> None:
+    requests = paging_pressure.burst(QUIET)
+    total = sum(request.total_tokens for request in requests)
+    assert 4 * NUM_POSITIONS - 2048 <= total <= 4 * NUM_POSITIONS
+    assert {request.arrival for request in requests} == {0.0}
+
+
+def test_swapped_pages_cost_the_step_that_moves_them() -> None:
+    server = paging_pressure.server_of("swap", StepTime(), QUIET)
+    for index, request in enumerate(paging_pressure.burst(QUIET)):
+        server.add(index, request)
+    moved = 0
+    while (work := server.plan()) is not None:
+        moved += work.moved_positions
+        for index in server.finish_step():
+            server.generated(index, SimulatedRequest(0.0, 1, 1))
+    swap = server.scheduler.stats.swap
+    assert moved == 16 * (swap.num_pages_out + swap.num_pages_in) > 0
+    server.scheduler.check_integrity()
+    server.scheduler.assert_empty()
+
+
 def test_the_papers_example_is_exact() -> None:
     figures = paging_arithmetic.example(QUIET).figures
     assert (figures["reserved"], figures["used"]) == (204_800, 30_000)
@@ -723,9 +762,10 @@ def test_without_matplotlib_plots_are_refused_before_anything_runs(
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is of the bench extra")
 def test_plots_are_png_and_svg(tmp_path: Path) -> None:
     experiments = [memory(), paging_arithmetic.preemption_costs(QUIET)]
+    experiments.append(paging_pressure.pressure(QUIET))
     experiments.append(paging_rates.chat_rates(dataclasses.replace(QUIET, search_seconds=5.0)))
     written = paging_plots.save(experiments, tmp_path)
-    names = {f"{key}.{ending}" for key in ("e1", "e7", "e10") for ending in ("png", "svg")}
+    names = {f"{key}.{ending}" for key in ("e1", "e7", "e10", "e10b") for ending in ("png", "svg")}
     assert {path.name for path in written} == names
     assert (tmp_path / "e1.png").read_bytes().startswith(b"\x89PNG")
     drawn = (tmp_path / "e1.svg").read_text("utf-8")
