@@ -7,6 +7,8 @@ first use (PEP 562), so that `import pagedjax` stays cheap and the host half nev
 import importlib
 from typing import TYPE_CHECKING
 
+from pagedjax.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from pagedjax.attention import Batch, attend
     from pagedjax.errors import (
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
         SamplingParams,
     )
 
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",

@@ -80,6 +80,8 @@ class EngineConfig:
       max_queue_requests, max_queue_tokens: `add_request` refuses while so many requests, or prompt
         tokens, wait that never ran; None: no limit. `LLM.generate` feeds its prompts as room
         appears.
+      event_log: file for all that the scheduler is asked and decides, prompts as token ids
+        included; `pagedjax explain` and `pagedjax replay` read it. None: no log.
     """
 
     dtype: Dtype = "auto"
@@ -102,6 +104,7 @@ class EngineConfig:
     priority_ageing: float = 60.0
     max_queue_requests: int | None = None
     max_queue_tokens: int | None = None
+    event_log: str | None = None
 
     def __post_init__(self) -> None:
         """Checks each option alone; combinations are checked once the rest is known."""
@@ -136,6 +139,7 @@ class EngineConfig:
                 "is a matter of what else is in the batch. Got both: turn one off."
             )
         _check_swap_space(self.swap_space)
+        _check_file_name("event_log", self.event_log)
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         _check_choice("victim_policy", self.victim_policy, VICTIM_POLICIES)
         _check_policy(self)
@@ -294,6 +298,11 @@ def _check_int(name: str, value: Any, low: int, high: int) -> None:
         huge = isinstance(value, int) and value.bit_length() > 1024
         got = f"an integer of {value.bit_length()} bits" if huge else repr(value)
         raise ConfigError(f"`{name}` must be an integer in [{low}, {high}]. Got {got}.")
+
+
+def _check_file_name(name: str, value: Any) -> None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(f"`{name}` must be the name of a file or None. Got {value!r}.")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -133,6 +133,8 @@ class LLMEngine:
             self._advance(advanced)
             self._log.step(self.scheduler)
         ended, self._ended = self._ended, []
+        if not self._live and self.scheduler.events is not None:
+            self.scheduler.events.flush()
         return ended
 
     def abort(self, request_id: str) -> bool:

@@ -7,6 +7,7 @@ PagedJaxError
 ├── RequestError           one request is wrong; every other request goes on
 ├── AllocationError        no page is free; the scheduler turns it into waiting or preemption
 ├── DeviceError            the device runs no step any more; every request was ended
+├── EventLogError          an event log is damaged, or of another version
 ├── TransferError          pages could not be moved back from the host; they are computed again
 └── IntegrityError         an invariant of the engine is broken: a bug in pagedjax, please report it
 """
@@ -63,6 +64,10 @@ class TransferError(PagedJaxError, RuntimeError):
         """Keeps `host_pages` beside the message."""
         super().__init__(message)
         self.host_pages = host_pages
+
+
+class EventLogError(PagedJaxError, ValueError):
+    """A file is not an event log, or a line of it is damaged; the message has the line's number."""
 
 
 class IntegrityError(PagedJaxError, RuntimeError):

@@ -25,6 +25,7 @@ from dataclasses import replace
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.errors import RequestError
+from pagedjax.events import EventSink
 from pagedjax.paging import HostTier, PrefixCache
 from pagedjax.plan import RowUpdate, StepPlan, StepResult
 from pagedjax.request import FinishReason, Request, Sequence
@@ -39,6 +40,7 @@ from pagedjax.scheduling.page_mover import PageMover
 from pagedjax.scheduling.page_work import PageWork
 from pagedjax.scheduling.pins import Pins
 from pagedjax.scheduling.plan_builder import PlanBuilder
+from pagedjax.scheduling.recorder import Recorder, name_of
 from pagedjax.scheduling.result_reader import Readback, ResultReader
 from pagedjax.scheduling.roster import Roster
 from pagedjax.scheduling.stats import SchedulerStats, SwapStats
@@ -50,15 +52,22 @@ class Scheduler:
     """Continuous batching over pages: `add_request`, then `schedule` and `update` in turn.
 
     Attributes:
-      costs: rates that preemption weighs with; whoever measures them writes them here.
+      events: what records all that is asked and decided; None: nothing is recorded.
     """
 
-    def __init__(self, config: SchedulerConfig, *, prefix_cache_root: bytes | None = None):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        prefix_cache_root: bytes | None = None,
+        events: EventSink | None = None,
+    ):
         """Makes all page records.
 
         Args:
           config: resolved sizes.
           prefix_cache_root: secret of the prefix cache's hashes; drawn at random unless given.
+          events: is told all that is asked and decided; None: nobody is.
         """
         self.config = config
         self.allocator = JournaledAllocator(config.num_pages)
@@ -84,6 +93,11 @@ class Scheduler:
         self._awaited: set[int] = set()  # steps whose result was not read
         self._num_steps = 0
         self._num_requests = self._num_preemptions = self._num_cow_copies = 0
+        self.events = None
+        if events is not None:
+            pools = (self.allocator, host_allocator)
+            self.events = Recorder(events, config, pools=pools, costs=self.costs)
+        self.roster.events = self.roster.swapped.events = self.pins.events = self.events
 
     @property
     def has_work(self) -> bool:
@@ -141,6 +155,8 @@ class Scheduler:
         check_request(request, self.config)
         self.roster.check_room()
         owner = self.roster.add(request)
+        if self.events is not None:
+            self.events.added(request)
         self._num_requests += 1
         return [live.sequence for live in owner.members]
 
@@ -156,6 +172,8 @@ class Scheduler:
         roster = self.roster
         waiting = roster.waiting
         if only is not None:
+            if self.events is not None:
+                self.events.called("schedule", only=sorted(only))
             self._num_preemptions += roster.preempt_all(but=only)
             waiting = [live for live in waiting if live.sequence.request.request_id in only]
         draft, parked = self._draft(waiting, ()), list[LiveSequence]()
@@ -163,6 +181,8 @@ class Scheduler:
             parked.append(lane)
             draft = self._draft(waiting, parked)
         if not draft.scheduled:
+            if self.events is not None:
+                self.events.stalled(draft)
             return None
         draft.step = self._num_steps + 1
         slots = dict(zip(draft.lives, draft.slots, strict=True))
@@ -177,6 +197,8 @@ class Scheduler:
             for live in parked:  # another one was to have the slot
                 self._builder.set_slot(live.held_slot, live)
             raise
+        if self.events is not None:
+            self.events.planned(plan, draft)
         self._num_steps += 1
         self._awaited.add(plan.step)
         self._num_preemptions += len(draft.victims)
@@ -200,6 +222,8 @@ class Scheduler:
         if plan.step not in self._awaited:
             return []
         self._awaited.remove(plan.step)
+        if self.events is not None:
+            self.events.result(plan, result)
         self.roster.swapped.lose(result.lost_host_pages, self.roster.waiting)
         advanced: list[Sequence] = []
         readback = Readback(result)
@@ -232,6 +256,8 @@ class Scheduler:
             lost unless `lost` names some.
         """
         self._awaited.discard(plan.step)
+        if self.events is not None:
+            self.events.dropped(plan, lost, has_run=has_run)
         if not has_run and not lost:
             lost = frozenset(move.host_page for move in plan.swaps_in)
         lost = lost | {move.host_page for move in plan.swaps_out}
@@ -253,6 +279,8 @@ class Scheduler:
         What ran is computed again, the prefix cache forgets the pages of the device, and nothing is
         pinned any more.
         """
+        if self.events is not None:
+            self.events.called("forget_device_pages")
         self._num_preemptions += self.roster.preempt_all()
         if self.pins.clear():
             logger.warning("the device lost its pages: nothing is pinned any more")
@@ -263,6 +291,8 @@ class Scheduler:
     ) -> None:
         """Ends one sequence, at any moment; nothing happens when it has ended before."""
         live = self.roster.live.get(sequence)
+        if live is not None and self.events is not None:
+            self.events.called("finish", sequence=name_of(sequence), reason=reason.value)
         if live is not None and live.owner.beams is not None:  # no lane goes on without the others
             self.roster.close_all(live.owner, reason)
         elif live is not None:
@@ -280,6 +310,8 @@ class Scheduler:
         request_id = target if isinstance(target, str) else target.request.request_id
         owner = self.roster.requests.get(request_id)
         if owner is not None:
+            if self.events is not None:
+                self.events.called("fail", target=request_id, message=message, reason=reason.value)
             self.roster.close_all(owner, reason, message)
 
     def abort(self, request_id: str) -> bool:
@@ -287,6 +319,8 @@ class Scheduler:
         owner = self.roster.requests.get(request_id)
         if owner is None:
             return False
+        if self.events is not None:
+            self.events.called("abort", request_id=request_id)
         self.roster.close_all(owner, FinishReason.ABORT)
         return True
 
@@ -300,12 +334,14 @@ class Scheduler:
         Returns:
           False, and nothing changed, while a sequence has pages, of the device or of the host.
         """
+        if not reset_running and (self.roster.running or self.host.allocator.num_held):
+            return False
+        if self.events is not None:
+            self.events.called("reset_prefix_cache", reset_running=reset_running)
         if reset_running:
             self._num_preemptions += self.roster.preempt_all()
             for live in self.roster.waiting:
                 self.roster.swapped.forget(live)
-        if self.roster.running or self.host.allocator.num_held:
-            return False
         if self.pins.clear():
             logger.info("the prefix cache was reset: nothing is pinned any more")
         self.host.reset()

@@ -34,6 +34,7 @@ from pagedjax.config import (
 )
 from pagedjax.engine import LLMEngine
 from pagedjax.errors import ConfigError
+from pagedjax.events import EventLog
 from pagedjax.kernel_choice import KernelChoice
 from pagedjax.models import contract
 from pagedjax.models.contract import FlatModel
@@ -123,6 +124,7 @@ def start_engine(
       CapacityError: one request of `max_model_len` does not fit.
     """
     started = time.monotonic()
+    events = None if options.event_log is None else EventLog(options.event_log)
     keep_compiled_steps()
     flat = contract.flatten(model)
     dtype = flat.dtype if options.dtype == "auto" else jnp.dtype(options.dtype)
@@ -139,7 +141,7 @@ def start_engine(
     runner.warm_up(progress)
     now = time.monotonic()
     engine = LLMEngine(
-        Scheduler(config),
+        Scheduler(config, events=events),
         runner,
         tokenizer,
         seed=options.seed,

@@ -196,6 +196,7 @@ def _add_engine(made: Parser) -> None:
         "--max-num-batched-tokens (default here: --max-num-seqs, at least 64)",
     )
     _add_memory_pressure(made)
+    _add_event_log(made)
     _add_policy(made)
 
 
@@ -219,6 +220,15 @@ def _add_policy(made: Parser) -> None:
         metavar="S",
         help="seconds that a prompt may take once the engine has it; a line that takes longer gets "
         'an error of code "timeout" (default: none; "timeout" in a line goes before it)',
+    )
+
+
+def _add_event_log(made: Parser) -> None:
+    made.add_argument_group("afterwards").add_argument(
+        "--event-log",
+        metavar="FILE",
+        help="write all that the scheduler is asked and decides (prompts as token ids, too); "
+        "`pagedjax explain --event-log FILE` then says why a request waited or was slow",
     )
 
 

@@ -27,7 +27,7 @@ MAY_IMPORT_JAX = {
     "attention", "device", "host_pool", "kv_cache", "models", "runner", "sampling",  # device half
     "weights",
     "engine", "kernel_choice", "startup", "llm", "progress", "report",  # composition
-    "batch_job", "doctor", "server", "cli",  # programs
+    "batch_job", "doctor", "server", "cli", "__main__",  # programs
 }  # fmt: skip
 
 MAX_FUNCTION, MEDIAN_FUNCTION, P90_FUNCTION = 80, 10, 40  # lines of code, docstring not counted
@@ -41,10 +41,11 @@ MAX_POSITIONAL = 7  # parameters that can be passed by position, self not counte
 # a third of the lines are docstrings, comments and blanks. The median function has 6 lines. The
 # choice of a kernel, quantised pages and their options added 150. A host tier, beams, policy,
 # recovery and an event log are what this engine has and others dropped: 3,800 for all of them.
-MAX_CORE, MAX_EDGES = 13_000, 3_000
+# The commands that read event logs are edges: they took 800 lines there, recording took 700 here.
+MAX_CORE, MAX_EDGES = 13_500, 3_800
 EDGES = {
-    "batch_job", "chat_template", "cli", "doctor", "grammar", "openai_api", "page_map", "server",
-    "trace",
+    "batch_job", "chat_template", "cli", "doctor", "explain", "grammar", "history", "openai_api",
+    "page_map", "replay", "server", "trace", "__main__",
 }  # fmt: skip
 
 type Checker = Callable[..., list[str]]  # (source, path, *limits) -> complaints

@@ -64,6 +64,7 @@ def main(
             _check_timeout(request_timeout)
             source = stack.enter_context(_open_input(input_path))
             output = stack.enter_context(_Output(input_path, output_path))
+            _check_event_log(options.get("event_log"), input_path, output_path)
             stack.enter_context(_log_to_stderr())
             if os.fstat(source.fileno()).st_size == 0 and _is_regular(source):
                 output.start()
@@ -222,6 +223,18 @@ def _open_output(input_path: str, path: str) -> BinaryIO:
         return open(path, "ab", buffering=0)
     except OSError as error:
         raise CannotStart(f"cannot write the output {path}: {error.strerror}") from error
+
+
+def _check_event_log(path: str | None, input_path: str, output_path: str | None) -> None:
+    """What would stop the engine after it loaded the model, or destroy another file."""
+    if path is None:
+        return
+    for other in (input_path, output_path):
+        if other is not None and os.path.exists(path) and os.path.samefile(path, other):
+            raise CannotStart(f"the event log {path} must not be the input or the output.")
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.path.isdir(folder):
+        raise CannotStart(f"the event log {path} must be a file in a folder that exists.")
 
 
 def _refuse_url(path: str, what: str) -> None:

@@ -103,6 +103,10 @@ class BeamTurner:
         self._move_pages(heirs.values(), spare)
         for heir in heirs.values():
             self._settle(heir)
+        if self._roster.events is not None:
+            self._roster.events.turned(
+                [(heir.lane, heir.parent, heir.slot is not None) for heir in heirs.values()]
+            )
         places |= {at: heir.lane for at, heir in heirs.items()}
         reported = [_reported(lanes[child.parent], child) for child in children]
         owner.lanes = [places[at] for at in range(len(children))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from itertools import islice
+from typing import Literal, NamedTuple
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.errors import IntegrityError
@@ -20,6 +21,21 @@ from pagedjax.scheduling.cost_model import CostModel
 from pagedjax.scheduling.live import LiveRequest, LiveSequence
 from pagedjax.scheduling.page_budget import PageBudget
 from pagedjax.scheduling.victims import Victim, VictimChooser
+
+type BlockReason = Literal["preempting", "slots", "tokens", "rows", "pages"]
+
+
+class Blocked(NamedTuple):
+    """Why the head of the queue was not admitted: what it needs, of which there is too little.
+
+    `reserved` of the `free` pages are kept for what runs; of slots, for samples that will fork.
+    """
+
+    live: LiveSequence
+    reason: BlockReason
+    needed: int = 1
+    free: int = 0
+    reserved: int = 0
 
 
 class StepDraft:
@@ -34,6 +50,7 @@ class StepDraft:
       admitted: those that leave the queue, with the pages they start from.
       step: number of the step, for the plan.
       short_of_pages: the one at the front of the queue, where only pages kept it out.
+      blocked: the head of the queue that stays, and why; None: nobody waits any more.
     """
 
     def __init__(
@@ -54,6 +71,7 @@ class StepDraft:
         self.victims: list[Victim] = []
         self.admitted: list[Admission] = []
         self.short_of_pages: LiveSequence | None = None
+        self.blocked: Blocked | None = None
         self.num_tokens = 0
         self.num_rows = 0
         self.step = 0
@@ -69,7 +87,7 @@ class StepDraft:
 
     def park(self, idle: LiveSequence) -> None:
         """An idle lane of a beam search gives its pages up; to be called first of all."""
-        self.victims.append(Victim(idle, "recompute", 0, self._pages.free))
+        self.victims.append(Victim(idle, "recompute", None, 0, self._pages.free))
         self._pages.drop(idle.table.pages)
         self._num_parked += 1
 
@@ -107,12 +125,12 @@ class StepDraft:
         need one. An idle engine thus takes anything that passed the door.
         """
         budget = self._config.max_num_batched_tokens
-        if (
-            len(self.victims) > self._num_parked
-            or not waiting
-            or not free_slots
-            or self.num_tokens >= budget
-        ):
+        if not waiting:
+            return
+        gives_way = len(self.victims) > self._num_parked
+        if gives_way or not free_slots or self.num_tokens >= budget:
+            reason = "preempting" if gives_way else "tokens" if free_slots else "slots"
+            self.blocked = Blocked(waiting[0], reason)
             return
         promised = sum(live.width - 1 for live in running if not live.owner.is_forked)
         slots_left = len(free_slots) - promised
@@ -125,6 +143,10 @@ class StepDraft:
             if parked is not None and live.owner is not parked:
                 return  # the lanes in front will need the room once their search turns
             if live.width > slots_left or self.num_tokens >= budget:
+                self.blocked = Blocked(live, "tokens")
+                if live.width > slots_left:
+                    free = len(free_slots) - len(self.admitted)
+                    self.blocked = Blocked(live, "slots", live.width, free, free - slots_left)
                 return
             admission = admission_of(live, self._cache)
             start, hits = admission.num_tokens, admission.hits
@@ -132,9 +154,11 @@ class StepDraft:
             taken = self._pages.taken_by(admission)
             whole = self._pages_for(live.sequence.num_tokens) - len(hits) + taken
             if num_tokens == 0:
+                self.blocked = Blocked(live, "rows", live.width)
                 return
             if whole > self._pages.free - reserved:
                 self.short_of_pages = live
+                self.blocked = Blocked(live, "pages", whole, self._pages.free, reserved)
                 return
             self._pages.hold(admission)
             total = start + num_tokens
@@ -242,7 +266,7 @@ class StepDraft:
                     self._config, self._cache, self._host, self._costs, self._pages.references
                 )
             victim = kept.pop(self._chooser.choose(kept, at))
-            self.victims.append(self._chooser.decide(victim, needed, self._pages.free))
+            self.victims.append(self._chooser.decide(victim, live, needed, self._pages.free))
             self._pages.drop(victim.table.pages)
             if victim is live:
                 return False

@@ -28,6 +28,7 @@ class JournaledAllocator(PageAllocator):
         super().__init__(num_pages)
         self._undo: list[Callable[[], None]] | None = None
         self._evicted: list[int] = []
+        self.last_evicted: Sequence[int] = ()  # pages whose content the last transaction gave up
 
     @property
     def evicted(self) -> Sequence[int]:
@@ -51,6 +52,7 @@ class JournaledAllocator(PageAllocator):
         finally:
             self.on_evict, self._undo = forget, None
         evicted, self._evicted = self._evicted, []
+        self.last_evicted = evicted
         if forget is not None:
             for page in evicted:
                 forget(page)

@@ -16,6 +16,7 @@ from pagedjax.config import SchedulerConfig
 from pagedjax.errors import CapacityError, ConfigError
 from pagedjax.paging import PageAllocator, PrefixCache
 from pagedjax.scheduling.live import check_ids
+from pagedjax.scheduling.recorder import Recorder
 
 type _Key = tuple[tuple[int, ...], str | None]  # the prefix's tokens, whole pages; its salt
 
@@ -48,6 +49,7 @@ class Pins:
 
     def __init__(self, config: SchedulerConfig, allocator: PageAllocator, cache: PrefixCache):
         """Starts with none."""
+        self.events: Recorder | None = None
         self._config = config
         self._allocator = allocator
         self._cache = cache
@@ -99,26 +101,33 @@ class Pins:
             return False
         if key in self._held and self._held[key].pages == pages:
             return True
+        if self.events is not None:
+            self.events.pins_changed("pin", prefix, salt)
         for page in pages:
             self._allocator.share(page)
-        self.unpin(prefix, salt)  # of an earlier pin, some of whose pages were not to be trusted
+        self._let_go(prefix, salt)  # of an earlier pin, some of whose pages were not to be trusted
         self._held[key] = PinnedPrefix(prefix, salt, pages, self._allocator)
         return True
 
     def unpin(self, prefix: tuple[int, ...], salt: str | None) -> bool:
         """Lets go of a prefix, which stays cached for now; False when it is not pinned."""
-        pin = self._held.pop((prefix, salt), None)
-        if pin is None:
-            return False
-        self._allocator.free(pin.pages[::-1])
-        return True
+        if (prefix, salt) in self._held and self.events is not None:
+            self.events.pins_changed("unpin", prefix, salt)
+        return self._let_go(prefix, salt)
 
     def clear(self) -> int:
         """Lets go of all; returns how many prefixes."""
         count = len(self._held)
         for prefix, salt in list(self._held):
-            self.unpin(prefix, salt)
+            self._let_go(prefix, salt)
         return count
+
+    def _let_go(self, prefix: tuple[int, ...], salt: str | None) -> bool:
+        pin = self._held.pop((prefix, salt), None)
+        if pin is None:
+            return False
+        self._allocator.free(pin.pages[::-1])
+        return True
 
     def _match(self, prefix: tuple[int, ...], salt: str | None) -> list[int]:
         """Its cached pages, up to the last: a match leaves out the last token, so one is added."""

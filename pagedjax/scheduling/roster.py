@@ -17,6 +17,7 @@ from pagedjax.scheduling.adjustments import Adjustments
 from pagedjax.scheduling.beam_search import BeamSearch
 from pagedjax.scheduling.journal import JournaledAllocator, JournaledTable
 from pagedjax.scheduling.live import LiveRequest, LiveSequence, SequenceKey, rank_of
+from pagedjax.scheduling.recorder import Recorder
 from pagedjax.scheduling.swapped import Swapped
 
 
@@ -49,6 +50,7 @@ class Roster:
         self.running: list[LiveSequence] = []
         self.free_slots = list(range(config.max_num_seqs))
         self.num_queued_requests = self.num_queued_tokens = 0
+        self.events: Recorder | None = None  # hears of sequences that end or start over
         self._config = config
         self._allocator = allocator
         self._cache = cache
@@ -131,6 +133,8 @@ class Roster:
         if not host_pages:
             live.start_over()
         live.sequence.status = SequenceStatus.WAITING
+        if self.events is not None:
+            self.events.restarted(live)
         insort(self.waiting, live, key=_key)
 
     def preempt_all(self, but: Set[str] = frozenset()) -> int:
@@ -160,6 +164,8 @@ class Roster:
             _remove(self.waiting, live)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
+        if self.events is not None:
+            self.events.ended(sequence)
         if not owner.members:
             del self.requests[sequence.request.request_id]
             if not owner.was_admitted:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from pagedjax.paging import HostTier
 from pagedjax.scheduling.live import LiveSequence
+from pagedjax.scheduling.recorder import Recorder
 
 
 class Swapped:
@@ -22,6 +23,7 @@ class Swapped:
     def __init__(self, host: HostTier):
         """Is handed the tier."""
         self.num_lost_pages = 0
+        self.events: Recorder | None = None  # hears of sequences that start over
         self._host = host
 
     def release(self, live: LiveSequence) -> None:
@@ -35,6 +37,8 @@ class Swapped:
         if live.host_pages:
             self.release(live)
             live.start_over()
+            if self.events is not None:
+                self.events.restarted(live)
 
     def share(self, live: LiveSequence, parent: LiveSequence) -> None:
         """A waiting sequence without pages starts from the host pages of `parent`, too."""

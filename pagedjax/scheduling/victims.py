@@ -26,7 +26,8 @@ class Victim:
 
     live: LiveSequence
     mode: Mode
-    num_pages_needed: int  # by the sequence that it gives way to ...
+    needed_by: LiveSequence | None  # whom it gives way to; None: an idle beam, to its siblings
+    num_pages_needed: int  # by that one ...
     num_pages_free: int  # ... when so many were free
     contents: tuple[Content, ...] = ()  # swap: what to keep, by logical page
     host_pages: tuple[int, ...] = ()  # swap: where it is already; NULL_PAGE: not on the host yet
@@ -74,7 +75,13 @@ class VictimChooser:
             return last
         return min(range(last, at - 1, -1), key=lambda i: self._least_seconds_per_page(kept[i]))
 
-    def decide(self, live: LiveSequence, num_pages_needed: int, num_pages_free: int) -> Victim:
+    def decide(
+        self,
+        live: LiveSequence,
+        needed_by: LiveSequence,
+        num_pages_needed: int,
+        num_pages_free: int,
+    ) -> Victim:
         """What becomes of a victim's pages; counts the host pages that it takes."""
         contents, host_pages = self._contents(live)
         taken = self._host_pages_taken(contents, host_pages)
@@ -82,10 +89,10 @@ class VictimChooser:
         if contents and taken <= self._host_free:
             mode = self._mode(self._price(live))
         if mode == "recompute":
-            return Victim(live, mode, num_pages_needed, num_pages_free)
+            return Victim(live, mode, needed_by, num_pages_needed, num_pages_free)
         self._host_free -= taken
         self._on_host.update(contents)
-        return Victim(live, mode, num_pages_needed, num_pages_free, contents, host_pages)
+        return Victim(live, mode, needed_by, num_pages_needed, num_pages_free, contents, host_pages)
 
     def _least_seconds_per_page(self, live: LiveSequence) -> float:
         price, contents = self._price(live), self._contents(live)
