@@ -91,6 +91,39 @@ def test_unsupported_parameters_are_refused_by_name(endpoint: Endpoint) -> None:
         assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
 
 
+@pytest.mark.parametrize("endpoint", list(Endpoint))
+@pytest.mark.parametrize(
+    ("body", "width", "n"),
+    [
+        ({"beam_width": 4}, 4, 1),
+        ({"beam_width": 4, "n": 2}, 4, 2),
+        ({"use_beam_search": True, "n": 3}, 3, 3),
+        ({"use_beam_search": True, "n": 2, "best_of": 5}, 5, 2),
+        ({"use_beam_search": True, "beam_width": 4}, 4, 1),
+        ({"use_beam_search": True}, 1, 1),
+        ({"use_beam_search": False, "n": 2, "best_of": 5}, None, 2),
+    ],
+)
+def test_beams_are_asked_for_as_here_or_as_in_vllm(
+    endpoint: Endpoint, body: Any, width: int | None, n: int
+) -> None:
+    prompt = {"messages": MESSAGES} if endpoint is Endpoint.CHAT else {"prompt": "a"}
+    params = parse_body(endpoint, prompt | body, {}).params
+    assert (params.beam_width, params.n) == (width, n)
+    assert params.best_of == (None if width else 5)
+
+
+def test_the_models_defaults_for_draws_are_not_for_beams() -> None:
+    defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1}
+    body = {"prompt": "a", "beam_width": 2, "length_penalty": 0.5, "early_stopping": "never"}
+    params = parse_body(Endpoint.COMPLETIONS, body, defaults | {"min_tokens": 3}).params
+    assert (params.temperature, params.top_p, params.repetition_penalty) == (0.0, 1.0, 1.0)
+    assert (params.length_penalty, params.early_stopping) == (0.5, "never")
+    assert params.min_tokens == 3
+    drawn = parse_body(Endpoint.COMPLETIONS, {"prompt": "a"}, defaults).params
+    assert (drawn.temperature, drawn.top_k) == (0.6, 50)
+
+
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
@@ -102,6 +135,13 @@ def test_unsupported_parameters_are_refused_by_name(endpoint: Endpoint) -> None:
         ({"best_of": 4, "n": 5}, "best_of", r"`best_of` must be at least `n` \(5\). Got 4"),
         ({"best_of": True}, "best_of", "Got True"),
         ({"best_of": 4, "temperature": 0}, "best_of", "at temperature 0"),
+        ({"use_beam_search": 1}, "use_beam_search", "true or false. Got 1"),
+        ({"use_beam_search": True, "n": 11}, "beam_width", r"\[1, 10\] or None. Got 11"),
+        ({"use_beam_search": True, "temperature": 0.5}, "temperature", "left out or 0"),
+        ({"use_beam_search": True, "beam_width": 2, "best_of": 2}, "best_of", "left out with"),
+        ({"beam_width": 10, "prompt": ["a"] * 52}, "beam_width", r"at most 512. Got 10 x 52"),
+        ({"length_penalty": 2.0}, "length_penalty", "left out without `beam_width`"),
+        ({"early_stopping": "yes"}, "early_stopping", 'true, false or "never"'),
         ({"best_of": 128, "prompt": ["a"] * 5}, "best_of", r"must be at most 512. Got 128 x 5"),
         ({"max_tokens": 0}, "max_tokens", "`max_tokens` must be"),
         ({"max_tokens": "9"}, "max_tokens", "`max_tokens` must be"),

@@ -31,16 +31,23 @@ class Endpoint(Enum):
 
 # Parameters that go to SamplingParams under their own names.
 SAMPLING = frozenset({
-    "allowed_token_ids", "bad_token_ids", "bad_words", "best_of", "frequency_penalty", "ignore_eos",
-    "include_stop_str_in_output", "logit_bias", "max_tokens", "min_p", "min_tokens", "n",
-    "presence_penalty", "prompt_logprobs", "repetition_penalty", "seed", "skip_special_tokens",
-    "stop", "stop_token_ids", "temperature", "top_k", "top_p",
+    "allowed_token_ids", "bad_token_ids", "bad_words", "beam_width", "best_of", "early_stopping",
+    "frequency_penalty", "ignore_eos", "include_stop_str_in_output", "length_penalty", "logit_bias",
+    "max_tokens", "min_p", "min_tokens", "n", "presence_penalty", "prompt_logprobs",
+    "repetition_penalty", "seed", "skip_special_tokens", "stop", "stop_token_ids", "temperature",
+    "top_k", "top_p",
+})  # fmt: skip
+
+# Those that shape draws: a model's defaults for them say nothing to a beam search.
+OF_DRAWS = frozenset({
+    "frequency_penalty", "min_p", "presence_penalty", "repetition_penalty", "temperature", "top_k",
+    "top_p",
 })  # fmt: skip
 
 # Parameters that are read here.
 OWN = frozenset({
     "cache_salt", "logprobs", "model", "priority", "return_token_ids",
-    "return_tokens_as_token_ids", "timeout",
+    "return_tokens_as_token_ids", "timeout", "use_beam_search",
 })  # fmt: skip
 OWN_OF = {
     Endpoint.COMPLETIONS: frozenset({"echo", "prompt"}),
@@ -54,13 +61,11 @@ HARMLESS = frozenset({
 
 # Known and not supported -> the values that ask for nothing (null never asks for anything).
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "length_penalty": (1.0,),
     "response_format": ({"type": "text"},),
     "stream": (False,),
     "stream_options": (),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
 }
 UNSUPPORTED_OF: dict[Endpoint, dict[str, tuple[Any, ...]]] = {
     Endpoint.COMPLETIONS: {"add_special_tokens": (True,), "suffix": ("",)},
@@ -141,8 +146,7 @@ def parse_body(endpoint: Endpoint, body: Any, defaults: Mapping[str, Any]) -> Ap
     max_logprobs = _chat_logprobs(given) if is_chat else given.get("logprobs")
     echo = _flag(given, "echo")
     only_prompt = echo and _is_int(given.get("max_tokens")) and given["max_tokens"] == 0
-    values = {"max_tokens": None if is_chat else DEFAULT_MAX_TOKENS, **defaults}
-    values |= {name: given[name] for name in SAMPLING if name in given}
+    values = {"max_tokens": None if is_chat else DEFAULT_MAX_TOKENS, **_sampling(given, defaults)}
     values |= {"logprobs": max_logprobs}
     if "max_completion_tokens" in given:
         values["max_tokens"] = _max_completion_tokens(given)
@@ -169,6 +173,19 @@ def parse_body(endpoint: Endpoint, body: Any, defaults: Mapping[str, Any]) -> Ap
     )
     _check_totals(request)
     return request
+
+
+def _sampling(given: Json, defaults: Mapping[str, Any]) -> Json:
+    """Sampling parameters as the body gives them, over the defaults.
+
+    `use_beam_search` is vLLM's way to ask for beams: `best_of` is then their number, or `n`.
+    """
+    own = {name: given[name] for name in SAMPLING if name in given}
+    if _flag(given, "use_beam_search") and "beam_width" not in own:
+        own["beam_width"] = own.pop("best_of", own.get("n", 1))
+    if "beam_width" in own:
+        defaults = {name: value for name, value in defaults.items() if name not in OF_DRAWS}
+    return {**defaults, **own}
 
 
 def _refuse_unknown(endpoint: Endpoint, given: Json) -> None:
@@ -262,7 +279,8 @@ def _max_completion_tokens(given: Json) -> Any:
 def _check_totals(request: ApiRequest) -> None:
     count = request.params.num_sequences
     if request.num_sequences > MAX_SEQUENCES:
-        name = "n" if count == request.params.n else "best_of"
+        name = "beam_width" if request.params.beam_width else "best_of"
+        name = "n" if count == request.params.n else name
         raise RequestError(
             f"`{name}` times the number of prompts must be at most {MAX_SEQUENCES}. "
             f"Got {count} x {len(request.prompts)}.",
