@@ -76,6 +76,11 @@ def assert_right(outputs: dict[str, RequestOutput], names: set[str]) -> None:
             assert tokens_of(outputs[name], sample) == dense_greedy(PROMPTS[name], NUM_NEW), name
 
 
+def drawn(output: RequestOutput) -> Any:
+    assert output.error is None
+    return [(sample.token_ids, sample.finish_reason) for sample in output.outputs]
+
+
 def has(plan: StepPlan, request_id: str) -> bool:
     return any(s.sequence.request.request_id == request_id for s in plan.scheduled)
 
@@ -99,6 +104,30 @@ def test_one_failure_anywhere_in_a_step_costs_nobody_a_token(
     outputs = checked(engine_on(runner))
     assert runner.num_failures == 1
     assert_right(outputs, set(PROMPTS))
+
+
+@pytest.mark.parametrize("nth", [2, 4, 6])
+@pytest.mark.parametrize("site", ["forward after", "sampler before", "copy after"])
+def test_beams_and_draws_survive_a_failure(
+    site: str, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = {
+        "beams": SamplingParams(beam_width=3, max_tokens=NUM_NEW, temperature=0, logprobs=1),
+        "best": SamplingParams(best_of=3, n=2, max_tokens=NUM_NEW, seed=4),
+        "bad": SamplingParams(max_tokens=NUM_NEW, seed=5),
+    }
+
+    def run(runner: Any) -> dict[str, Any]:
+        engine = tiny_engine()
+        engine.runner = runner
+        for name, params in requests.items():
+            engine.add_request(name, PROMPTS["bad"], params)
+        return {name: drawn(output) for name, output in checked(engine).items()}
+
+    calm = run(real_runner())
+    runner = FaultyRunner(real_runner(), site, lambda _, call: call == nth, monkeypatch)
+    assert run(runner) == calm
+    assert runner.num_failures == 1
 
 
 @pytest.mark.parametrize("site", ["forward before", "forward after", "sampler after", "readback"])
