@@ -183,7 +183,6 @@ class GuardedSteps:
         message = _message("steps fail for every request", error)
         for request_id in list(self._scheduler.roster.requests):
             self._scheduler.fail(request_id, message)
-        self._quarantine = Quarantine()
         self._failed_alone = 0
         return DeviceError(
             f"{message}. Every request in flight was ended. Restart the process if this goes on."

@@ -175,6 +175,20 @@ def test_several_culprits_fail_and_no_other(
     assert all(outputs[name].error is not None for name in culprits)
 
 
+def test_many_culprits_are_no_proof_against_the_device() -> None:
+    """Between their failures others' steps go well."""
+    runner = Scripted(fails=lambda plan: any(has(plan, f"bad {i}") for i in range(10)))
+    engine = tiny_engine()
+    engine.runner = runner
+    for i in range(10):
+        engine.add_request(f"bad {i}", [1, 2, 3], GREEDY)
+        engine.add_request(f"good {i}", [4, 5, i], GREEDY)
+    outputs = checked(engine)
+    for i in range(10):
+        assert str(outputs[f"bad {i}"].error).startswith("DeviceError: this request's step failed")
+        assert tokens_of(outputs[f"good {i}"]) == dense_greedy([4, 5, i], NUM_NEW)
+
+
 def test_a_small_pool_does_not_keep_a_suspect_from_its_trial(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -249,6 +263,12 @@ def test_steps_that_fail_for_everybody_come_to_an_end() -> None:
     outputs |= outputs_after(engine)
     assert sorted(outputs) == sorted(names)
     assert all(output.error is not None for output in outputs.values())
+    runner.fails = lambda plan: has(plan, "bad")  # a new start: one culprit is one culprit
+    engine.add_request("bad", [1, 2], GREEDY)
+    engine.add_request("good", [3, 4], GREEDY)
+    outputs = checked(engine)
+    assert outputs["bad"].error is not None
+    assert tokens_of(outputs["good"]) == dense_greedy([3, 4], NUM_NEW)
 
 
 def test_a_device_that_comes_back_serves_the_next_requests() -> None:
