@@ -16,6 +16,7 @@ from pagedjax.deadlines import Deadlines
 from pagedjax.errors import IntegrityError, RequestError
 from pagedjax.in_flight import INTERNAL_ERROR, InFlight
 from pagedjax.intake import Intake, Prompt
+from pagedjax.rates import Rates
 from pagedjax.recovery import GuardedSteps, Runner
 from pagedjax.request import FinishReason, RequestOutput, SamplingParams, Sequence
 from pagedjax.scheduler import Scheduler
@@ -39,6 +40,7 @@ class LLMEngine:
         seed: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
+        rates: Callable[[], Rates] | None = None,
     ) -> None:
         """Joins the halves.
 
@@ -47,6 +49,7 @@ class LLMEngine:
           seed: what requests without a seed of their own derive theirs from.
           eos_token_ids: tokens that end an answer unless `ignore_eos`.
           clock: seconds, never going back; ageing, deadlines and metrics read it.
+          rates: what the runner measured; None: the scheduler keeps to its estimates.
         """
         self.scheduler = scheduler
         self.runner = runner
@@ -56,7 +59,7 @@ class LLMEngine:
         self._live: dict[str, InFlight] = {}
         self._ended: list[RequestOutput] = []
         self._deadlines = Deadlines()
-        self._steps = GuardedSteps(scheduler)
+        self._steps = GuardedSteps(scheduler, rates)
         self._log = ThroughputLog(logger)
 
     @property

@@ -100,9 +100,18 @@ class HostPool:
         """
         self.verify(move.host_page for move in back)
         self.store(kv_cache, out)
-        for ids, pages in self._stage(back):
-            kv_cache = self._put(kv_cache, ids, pages)
+        for width, batch in self._batches(back):
+            started = time.perf_counter()
+            try:
+                kv_cache = self._bring(kv_cache, width, batch)
+            except Exception as error:
+                raise TransferError(
+                    f"{len(batch)} pages could not be moved to the device "
+                    f"({type(error).__name__}: {error}). They are computed again.",
+                    host_pages=frozenset(move.host_page for move in batch),
+                ) from error
             yield kv_cache
+            self.seconds_in.add((time.perf_counter() - started) / len(batch))
 
     def store(self, kv_cache: KVCache, moves: Sequence[PageMove]) -> None:
         """Starts to copy device pages out; they may be written as soon as this returns.
@@ -158,7 +167,7 @@ class HostPool:
     def rehearse(self, kv_cache: KVCache) -> KVCache:
         """**DONATES** the cache. Runs each program once, which gives the first measured times.
 
-        Page 0 goes to host page 1 and nowhere from there: the ids of `put` are outside the pool.
+        Page 0 goes to host page 1 and from there nowhere, to ids outside the pool.
         """
         for width in self.programs:
             started = time.perf_counter()
@@ -168,9 +177,8 @@ class HostPool:
                 self._file(1, [row[at] for row in rows])
             middle = time.perf_counter()
             self._is_intact(1)
-            parts = tuple(jax.device_put(part) for part in self._read([1] * width, width))
-            past = self._num_device_pages + np.arange(width, dtype=np.int32)
-            kv_cache = jax.block_until_ready(self._put(kv_cache, past, parts))
+            moves = [PageMove(self._num_device_pages + at, 1) for at in range(width)]
+            kv_cache = jax.block_until_ready(self._bring(kv_cache, width, moves))
             self.seconds_out.add((middle - started) / width)
             self.seconds_in.add((time.perf_counter() - middle) / width)
         self._is_whole[1] = False
@@ -187,30 +195,13 @@ class HostPool:
         """Batches on their way to the host."""
         return len(self._in_flight)
 
-    def _stage(self, moves: Sequence[PageMove]) -> Iterator[tuple[np.ndarray, Moved]]:
-        """Brings verified host pages to the device, a batch at a time.
-
-        Yields i32[width] device page ids, those past the batch outside the pool, and the pages.
-        """
-        for width, batch in self._batches(moves):
-            started = time.perf_counter()
-            ids = self._num_device_pages + np.arange(width, dtype=np.int32)
-            ids[: len(batch)] = [move.page for move in batch]
-            host_pages = [move.host_page for move in batch]
-            try:
-                arrays = tuple(jax.device_put(part) for part in self._read(host_pages, width))
-            except Exception as error:
-                raise TransferError(
-                    f"{len(batch)} pages could not be moved to the device "
-                    f"({type(error).__name__}: {error}). They are computed again.",
-                    host_pages=frozenset(host_pages),
-                ) from error
-            yield ids, arrays
-            self.seconds_in.add((time.perf_counter() - started) / len(batch))
-
-    def _put(self, kv_cache: KVCache, ids: np.ndarray, pages: Moved) -> KVCache:
-        """**DONATES** the cache. Writes what `_stage` yielded."""
-        return self.programs[len(ids)].scatter(kv_cache, ids, pages)
+    def _bring(self, kv_cache: KVCache, width: int, batch: Sequence[PageMove]) -> KVCache:
+        """**DONATES** the cache. Writes one batch of verified host pages into it."""
+        ids = self._num_device_pages + np.arange(width, dtype=np.int32)  # dropped past the batch
+        ids[: len(batch)] = [move.page for move in batch]
+        parts = self._read([move.host_page for move in batch], width)
+        pages = tuple(jax.device_put(part) for part in parts)
+        return self.programs[width].scatter(kv_cache, ids, pages)
 
     def _batches(self, moves: Sequence[PageMove]) -> Iterator[tuple[int, Sequence[PageMove]]]:
         narrow, wide = self.widths

@@ -17,17 +17,20 @@ raised. Each failure splits a trial, ends a request or ends them all, so there i
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from pagedjax.errors import DeviceError, PagedJaxError, TransferError
 from pagedjax.plan import StepPlan, StepResult
+from pagedjax.rates import Rates
 from pagedjax.request import Sequence
 from pagedjax.scheduler import Scheduler
 
 logger = logging.getLogger("pagedjax")
 
+STEPS_BETWEEN_RATES = 16  # they are medians, and change slowly
 MAX_FAILED_ALONE = 8  # requests in a row; then it is not the requests
 MAX_RECOVERIES = 3  # tries to get a device to run an idle step
 MAX_TEXT = 300  # characters of a device's own message in ours
@@ -92,9 +95,11 @@ class Quarantine:
 class GuardedSteps:
     """Runs the scheduler's steps on a runner that may raise."""
 
-    def __init__(self, scheduler: Scheduler):
-        """Starts with a runner that is whole."""
+    def __init__(self, scheduler: Scheduler, rates: Callable[[], Rates] | None = None):
+        """Starts with a runner that is whole; `rates`: what the device's times are now."""
         self._scheduler = scheduler
+        self._rates = rates
+        self._num_steps = 0
         self._quarantine = Quarantine()
         self._failed_alone = 0  # since the last step that went well
         self._pending: StepPlan | None = None  # begun and neither read nor dropped
@@ -116,6 +121,7 @@ class GuardedSteps:
             return None
         if not self._is_whole:
             self._mend(runner)
+        self._tell_rates()
         plan = self._schedule()
         if plan is None:
             return None
@@ -135,6 +141,14 @@ class GuardedSteps:
         self._pending = None
         self._failed_alone = 0
         return advanced
+
+    def _tell_rates(self) -> None:
+        """The scheduler weighs swaps against recomputation with what was measured."""
+        if self._rates is not None and self._num_steps % STEPS_BETWEEN_RATES == 0:
+            for name, seconds in dataclasses.asdict(self._rates()).items():
+                if seconds is not None:
+                    setattr(self._scheduler.costs, name, seconds)
+        self._num_steps += 1
 
     def _schedule(self) -> StepPlan | None:
         self._quarantine.clear()

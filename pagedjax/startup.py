@@ -146,6 +146,7 @@ def start_engine(
         tokenizer,
         seed=options.seed,
         eos_token_ids=facts.eos_token_ids,
+        rates=lambda: runner.rates,
     )
     report = StartupReport(
         model=facts.name,

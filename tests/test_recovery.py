@@ -14,9 +14,10 @@ from pagedjax.plan import StepPlan, StepResult
 from pagedjax.recovery import MAX_FAILED_ALONE, Quarantine
 from pagedjax.request import FinishReason, Request, Sequence, SequenceStatus
 from pagedjax.runner import ModelRunner
+from pagedjax.scheduling.cost_model import CostModel
 from tests.helpers import dense_greedy
-from tests.runner_faults import OUT_OF_MEMORY, STEP_SITES, FaultyRunner, Injected
-from tests.tiny_engine import drain, tiny_engine, tiny_llm, tokens_of
+from tests.runner_faults import OUT_OF_MEMORY, STEP_SITES, SWAP_SITES, FaultyRunner, Injected
+from tests.tiny_engine import answer, drain, tiny_engine, tiny_llm, tokens_of
 
 PROMPTS = {
     "a": [3, 1, 4, 1, 5, 9, 2, 6],
@@ -199,6 +200,79 @@ def test_a_small_pool_does_not_keep_a_suspect_from_its_trial(
     outputs = checked(engine_on(runner, num_pages=33))
     assert_right(outputs, set(PROMPTS) - {"bad"})
     assert outputs["bad"].error is not None
+
+
+# ------------------------------------------------------------------------------------- transfers
+
+SWAPPING: dict[str, Any] = {"num_pages": 33, "num_host_pages": 64, "preemption_mode": "swap"}
+SHARED = [7, 3, 7, 3, 9, 9, 1, 2]  # two pages with which some prompts begin
+LONG = SamplingParams(temperature=0, max_tokens=33, ignore_eos=True, logit_bias={31: 1e-9})
+SWAPPED = {f"s{i}": (SHARED if i % 2 else []) + [i + 1] * (3 + 3 * i) for i in range(7)}
+
+
+def swapping_engine(runner: Any, **sizes: Any) -> LLMEngine:
+    """Twice as many pages are wanted as there are."""
+    engine = tiny_engine(**{**SWAPPING, **sizes})
+    engine.runner = runner
+    for name, prompt in SWAPPED.items():
+        engine.add_request(name, prompt, LONG)
+    return engine
+
+
+def assert_swapped_right(outputs: dict[str, RequestOutput]) -> None:
+    for name, prompt in SWAPPED.items():
+        assert outputs[name].error is None, name
+        assert tokens_of(outputs[name]) == dense_greedy(prompt, 33), name
+
+
+@pytest.mark.parametrize(("nth", "caching"), [(1, True), (2, False), (3, True)])
+@pytest.mark.parametrize("site", SWAP_SITES)
+def test_one_failure_anywhere_in_a_transfer_costs_nobody_a_token(
+    site: str, nth: int, caching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = FaultyRunner(real_runner(), site, lambda _, call: call == nth, monkeypatch)
+    outputs = checked(swapping_engine(runner, enable_prefix_caching=caching))
+    assert runner.num_failures == 1
+    assert_swapped_right(outputs)
+
+
+@pytest.mark.parametrize("site", SWAP_SITES)
+def test_transfers_that_always_fail_cost_time_and_no_token(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = FaultyRunner(real_runner(), site, lambda *_: True, monkeypatch)
+    outputs = checked(swapping_engine(runner))
+    assert runner.num_failures > 1
+    assert_swapped_right(outputs)
+
+
+@pytest.mark.parametrize("site", ["forward before", "forward after", "sampler after", "readback"])
+def test_a_step_that_swaps_in_and_fails_is_run_again(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in the host pool outlives the pages of the device."""
+    failed: list[int] = []
+
+    def fails(plan: StepPlan, _: int) -> bool:
+        if not plan.swaps_in or failed:
+            return False
+        failed.append(1)
+        return True
+
+    runner = FaultyRunner(real_runner(), site, fails, monkeypatch)
+    engine = swapping_engine(runner)
+    assert_swapped_right(checked(engine))
+    assert runner.num_failures == 1
+    assert engine.scheduler.stats.swap.num_lost_pages == 0
+
+
+def test_the_scheduler_weighs_with_what_was_measured() -> None:
+    made = tiny_llm().engine
+    answer(made, [1, 2], GREEDY)
+    costs, rates = made.scheduler.costs, real_runner().rates
+    assert costs != CostModel()
+    assert 0 < costs.seconds_per_page_in < 10
+    assert rates.seconds_per_page_in is not None
 
 
 # --------------------------------------------------------------------------- a device that is gone
