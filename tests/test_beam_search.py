@@ -114,6 +114,20 @@ def test_a_length_penalty_prefers_long_answers_and_a_negative_one_short_ones() -
     assert first(2.0) == [5, 0]
 
 
+def test_never_stopping_early_means_at_no_length_that_helps() -> None:
+    """With a negative penalty an open lane is best as it is, however far it could go."""
+    values = {
+        (): {0: -1.0, 5: -0.2, 6: -5.0},
+        (5,): {7: -0.1, 0: -3.0, 8: -6.0},
+        (6,): {7: -6.0, 8: -7.0},
+        (5, 7): {0: -0.1, 5: -9.0, 6: -9.5},
+        (5, 8): {5: -9.0, 6: -9.5},
+    }
+    asked = request(beam_width=2, length_penalty=-1.0, early_stopping="never")
+    beams = searched(asked, 30, lambda answer: values[answer])
+    assert [beam.tokens for beam in beams] == [[0], [5, 7, 0]]
+
+
 def test_a_score_divides_by_the_length_to_the_penalty() -> None:
     assert score_of(-6.0, 3, 1.0) == -2.0
     assert score_of(-6.0, 3, 0.0) == -6.0

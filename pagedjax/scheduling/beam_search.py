@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import islice
 
 from pagedjax.request import FinishReason, Request, TokenLogprobs
 
@@ -73,18 +74,18 @@ class BeamSearch:
         """
         stops = self._stop_ids
         is_early, is_last = num_tokens < self._min_tokens, num_tokens + 1 >= self._max_tokens
-        children = [
-            Child(lane, token, logprob, rank, totals[lane] + logprob)
+        ranked = sorted(  # as tuples: a child is only made where it is one
+            (-(totals[lane] + logprob), lane, token, logprob, rank)
             for lane, offered in enumerate(offers)
             for rank, (token, logprob) in enumerate(offered, 1)
             if not (is_early and token in stops)
-        ]
-        children.sort(key=lambda child: (-child.total, child.parent, child.token))
-        best = children[: self._width]
+        )
+        best = ranked[: self._width]
         if is_last:
-            return best, []
-        ended = [child for child in best if child.token in stops]
-        return ended, [child for child in children if child.token not in stops][: self._width]
+            return [_child(*offer) for offer in best], []
+        ended = [_child(*offer) for offer in best if offer[2] in stops]
+        going_on = (_child(*offer) for offer in ranked if offer[2] not in stops)
+        return ended, list(islice(going_on, self._width))
 
     def keep(self, child: Child, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
         """An answer that ended with `child` is kept while no `width` better ones are known."""
@@ -117,6 +118,10 @@ class BeamSearch:
         length = self._max_tokens if waits else num_tokens
         best_possible = score_of(lanes[0].total, length, self._length_penalty)
         return best_possible <= self.hypotheses[-1].score
+
+
+def _child(negative_total: float, lane: int, token: int, logprob: float, rank: int) -> Child:
+    return Child(lane, token, logprob, rank, -negative_total)
 
 
 def score_of(total: float, num_tokens: int, length_penalty: float) -> float:
