@@ -27,7 +27,9 @@ A node may also name one page of the host pool with its content; `host_tier.py` 
 
 import hashlib
 import secrets
+import sys
 import weakref
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -233,9 +235,11 @@ class PrefixCache:
         first = last
         while first > 0 and not self._allocator.is_cached(table.page_at(first - 1)):
             first -= 1
-        if first < last:
+        hashed = min(len(chain.nodes), last)
+        if hashed < last:
             chain.extend(tokens, last * self.page_size)
-            known = [node.tokens for node in chain.nodes[first:last]]
+        if first < hashed:  # those that were hashed just now need no second look
+            known = [node.tokens for node in chain.nodes[first:hashed]]
             if _count_equal(known, tokens[first * self.page_size :], self.page_size) < len(known):
                 raise IntegrityError(
                     "`chain` must be of `tokens`. Got other tokens in pages "
@@ -392,6 +396,8 @@ def _count_equal(known: Sequence[bytes], tokens: Tokens, page_size: int) -> int:
 
 
 def _token_bytes(tokens: Tokens) -> bytes:
+    if isinstance(tokens, list) and sys.byteorder == "little":
+        return array("q", tokens).tobytes()  # several times as fast, and the same bytes
     return np.asarray(tokens, dtype="<i8").tobytes()  # i64: no token id can wrap into another
 
 
