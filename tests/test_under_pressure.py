@@ -1,0 +1,282 @@
+"""However few pages there are, every request is answered as if it had all of them.
+
+Random traces of requests (greedy, seeded, several samples, beams, shared prefixes) over a pool of
+a quarter of the pages they want, a tenth, and the least that is allowed, with every way to preempt,
+with prefix caching and without, with prompts in chunks and whole, with results read at once and
+late. Part one runs the scheduler over numbers, against lists of tokens; part two runs the engine
+over a model, against itself in no hurry.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from pagedjax.config import SchedulerConfig
+from pagedjax.engine import LLMEngine
+from pagedjax.plan import StepPlan, StepResult
+from pagedjax.request import FinishReason, Request, SamplingParams, Sequence
+from pagedjax.scheduler import Scheduler
+from tests.fake_runner import FakeRunner, check_plan, plain_answer
+from tests.helpers import VOCAB as MODEL_VOCAB
+from tests.plain_beams import fake_beams
+from tests.test_batch_invariant import engine_of
+from tests.test_scheduler_states import check_answer
+from tests.tiny_engine import drain, tiny_engine
+
+VOCAB = 24
+POOLS = ("a quarter", "a tenth", "the least")
+MODES = ("auto", "swap", "recompute")
+WAYS = list(product(POOLS, MODES, (True, False), (True, False), (True, False)))
+NUM_TRACES = 500
+MAX_STEPS = 5_000
+TOLERANCE = 1e-5  # of logprobs; the shapes of steps differ, so sums run in another order
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What is asked, and how little there is to answer it."""
+
+    pool: str
+    mode: Literal["auto", "swap", "recompute"]
+    is_caching: bool
+    is_chunked: bool
+    is_late: bool
+    rng: np.random.Generator
+
+    @classmethod
+    def number(cls, seed: int) -> Trace:
+        """Every combination of the ways comes up in turn."""
+        return cls(*WAYS[seed % len(WAYS)], np.random.default_rng(seed))
+
+    def num_pages(self, wanted: int, least: int) -> int:
+        """Of the pool, the null page included."""
+        share = {"a quarter": wanted // 4, "a tenth": wanted // 10, "the least": 0}[self.pool]
+        return 1 + max(share, least)
+
+
+# ----------------------------------------------------------------------- the scheduler over numbers
+
+
+def requests_of(trace: Trace, max_num_seqs: int) -> list[Request]:
+    rng = trace.rng
+    prefix = rng.integers(0, VOCAB, 30).tolist()
+    made: list[Request] = []
+    for arrival in range(int(rng.integers(6, 12))):
+        own = rng.integers(0, VOCAB, int(rng.integers(1, 12))).tolist()
+        shared = prefix[: int(rng.choice([0, 8, 20, 30]))]
+        made.append(
+            Request(
+                request_id=f"r{arrival}",
+                prompt_token_ids=tuple(shared + own),
+                params=params_of(rng, min(3, max_num_seqs), int(rng.integers(1, 24))),
+                arrival=arrival,
+                seed=int(rng.integers(2**62)),
+                eos_token_ids=frozenset({2}),
+            )
+        )
+    return made
+
+
+def params_of(rng: np.random.Generator, most: int, max_tokens: int) -> SamplingParams:
+    how = rng.choice(["greedy", "seeded", "samples", "beams"])
+    shared: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": bool(rng.integers(2))}
+    if how == "beams":
+        width = int(rng.integers(1, most + 1))
+        return SamplingParams(beam_width=width, logprobs=1, **shared)
+    if how == "greedy":
+        return SamplingParams(temperature=0.0, logprobs=2, **shared)
+    n = int(rng.integers(2, most + 1)) if how == "samples" and most > 1 else 1
+    return SamplingParams(
+        n=n, temperature=0.9, prompt_logprobs=[None, 1][rng.integers(2)], **shared
+    )
+
+
+def config_of(trace: Trace, requests: list[Request], max_num_seqs: int) -> SchedulerConfig:
+    rng, size = trace.rng, int(trace.rng.choice([1, 2, 4, 8]))
+    lengths = [len(r.prompt_token_ids) + (r.params.max_tokens or 0) for r in requests]
+    widths = [r.params.beam_width or r.params.n for r in requests]
+    wanted = sum(w * -(-length // size) for w, length in zip(widths, lengths, strict=True))
+    num_pages = trace.num_pages(wanted, -(-max(lengths) // size))
+    whole = max(len(r.prompt_token_ids) for r in requests) + max_num_seqs
+    return SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + 3 if trace.is_chunked else whole,
+        max_model_len=max(lengths),
+        page_size=size,
+        num_pages=num_pages,
+        vocab_size=VOCAB,
+        enable_prefix_caching=trace.is_caching,
+        num_host_pages=int(rng.choice([3, num_pages, 4 * num_pages])),
+        preemption_mode=trace.mode,
+        victim_policy="least_cost" if rng.integers(2) else "latest",
+    )
+
+
+def run(trace: Trace) -> Counter[str]:
+    """Runs a trace to its end and compares every answer; returns what happened on the way."""
+    max_num_seqs = int(trace.rng.integers(2, 7))
+    requests = requests_of(trace, max_num_seqs)
+    config = config_of(trace, requests, max_num_seqs)
+    scheduler = Scheduler(config)
+    runner = FakeRunner(config, scheduler.allocator)
+    sequences: list[Sequence] = []
+    pending: list[tuple[StepPlan, StepResult]] = []
+    queue = list(requests)
+    for _ in range(MAX_STEPS):
+        while queue and trace.rng.integers(3):
+            sequences += scheduler.add_request(queue.pop(0))
+        plan = scheduler.schedule()
+        if plan is not None:
+            check_plan(plan, config)
+            pending.append((plan, runner.run(plan)))
+        is_behind = trace.is_late and plan is not None and len(pending) < 3
+        if pending and not (is_behind and trace.rng.integers(2)):
+            scheduler.update(*pending.pop(0))
+        scheduler.check_integrity()
+        if not queue and not pending and not scheduler.has_work:
+            break
+    scheduler.assert_empty()
+    for sequence in sequences:
+        check(sequence, config)
+    stats = scheduler.stats
+    return Counter(
+        preempted=stats.num_preemptions,
+        swapped=stats.swap.num_pages_in,
+        copied=stats.num_cow_copies,
+        beams=sum(request.params.beam_width is not None for request in requests),
+    )
+
+
+def check(sequence: Sequence, config: SchedulerConfig) -> None:
+    assert sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    if sequence.request.params.beam_width is None:
+        check_answer(sequence, plain_answer(sequence.request, sequence.sample, config))
+    else:
+        fake_beams(sequence.request, config)[sequence.sample].check(sequence)
+
+
+@pytest.mark.parametrize("start", range(0, NUM_TRACES, 100))
+def test_every_answer_is_that_of_a_run_without_pressure(start: int) -> None:
+    happened: Counter[str] = Counter()
+    for seed in range(start, start + 100):
+        trace = Trace.number(seed)
+        try:
+            happened += run(trace)
+        except BaseException:
+            print(f"trace {seed}: {trace}")
+            raise
+    assert happened["preempted"] > 100
+    assert happened["swapped"] > 100
+    assert happened["copied"] > 100
+    assert happened["beams"] > 100
+
+
+# ------------------------------------------------------------------------- the engine over a model
+
+
+type Asked = dict[str, tuple[list[int], SamplingParams]]
+
+
+def asked_of(trace: Trace) -> Asked:
+    """Prompts of up to 90 tokens run in chunks of at most 32; short ones run whole."""
+    rng = trace.rng
+    prefix = rng.integers(3, MODEL_VOCAB, 60).tolist()
+    asked: Asked = {}
+    for number in range(int(rng.integers(5, 9))):
+        shared = prefix[: int(rng.choice([0, 24, 60] if trace.is_chunked else [0, 8, 16]))]
+        own = rng.integers(3, MODEL_VOCAB, int(rng.integers(1, 30 if trace.is_chunked else 8)))
+        drawn = params_of(rng, 3, int(rng.integers(4, 30)))
+        changes = {"temperature": drawn.temperature, "seed": number, "logprobs": 3}
+        params = SamplingParams(
+            n=drawn.n,
+            beam_width=drawn.beam_width,
+            max_tokens=drawn.max_tokens,
+            ignore_eos=True,
+            prompt_logprobs=drawn.prompt_logprobs,
+            **({"logprobs": 3} if drawn.beam_width else changes),
+        )
+        asked[f"request {number}"] = (shared + own.tolist(), params)
+    return asked
+
+
+def sizes_of(trace: Trace, asked: Asked, page_size: int) -> dict[str, Any]:
+    lengths = [len(tokens) + (params.max_tokens or 0) for tokens, params in asked.values()]
+    widths = [params.beam_width or params.n for _, params in asked.values()]
+    wanted = sum(w * -(-length // page_size) for w, length in zip(widths, lengths, strict=True))
+    least = -(-128 // page_size)  # of max_model_len
+    return {
+        "num_pages": min(trace.num_pages(wanted, least), 129),
+        "num_host_pages": int(trace.rng.choice([5, 64])),
+        "preemption_mode": trace.mode,
+        "enable_prefix_caching": trace.is_caching,
+    }
+
+
+def answers(engine: LLMEngine, asked: Asked, delay: int) -> dict[str, Any]:
+    """All of it, each request `delay` steps after the one before."""
+    outputs: dict[str, Any] = {}
+    for name, (tokens, params) in asked.items():
+        engine.add_request(name, tokens, params)
+        for _ in range(delay):
+            outputs |= {output.request_id: output for output in engine.step()}
+    return outputs | drain(engine)
+
+
+def compare(found: dict[str, Any], unhurried: dict[str, Any], tolerance: float) -> None:
+    for name, expected in unhurried.items():
+        output = found[name]
+        assert output.error is None
+        for sample, other in zip(output.outputs, expected.outputs, strict=True):
+            assert sample.token_ids == other.token_ids, name
+            assert sample.finish_reason == other.finish_reason
+            compare_logprobs(sample.logprobs, other.logprobs, tolerance)
+        compare_logprobs(output.prompt_logprobs, expected.prompt_logprobs, tolerance)
+
+
+def compare_logprobs(found: Any, expected: Any, tolerance: float) -> None:
+    assert (found is None) == (expected is None)
+    for entry, other in zip(found or (), expected or (), strict=True):
+        assert (entry is None) == (other is None)
+        common = set(entry or ()) & set(other or ())  # near ties may change places at the end
+        assert next(iter(entry or {0: 0})) == next(iter(other or {0: 0}))
+        for token in common:
+            assert abs(entry[token].logprob - other[token].logprob) <= tolerance
+
+
+def press(seed: int, tolerance: float, **fixed: Any) -> int:
+    """One trace over the model; returns how often it was preempted."""
+    trace = Trace.number(seed)
+    asked = asked_of(trace)
+    sizes = sizes_of(trace, asked, 4)
+    delay = int(trace.rng.integers(3))
+    make = engine_of if fixed else tiny_engine
+    unhurried = answers(make(**fixed), asked, 0)
+    engine = make(**fixed, **sizes)
+    compare(answers(engine, asked, delay), unhurried, tolerance)
+    return engine.scheduler.stats.num_preemptions
+
+
+def test_a_model_answers_under_pressure_as_without() -> None:
+    assert sum(press(seed, TOLERANCE) for seed in range(0, 72, 3)) > 24
+
+
+def test_a_batch_invariant_model_answers_to_the_bit() -> None:
+    assert sum(press(seed, 0.0, dtype="float32") for seed in range(1, 72, 6)) > 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, NUM_TRACES, 50))
+def test_a_model_answers_under_pressure_as_without_in_all_traces(start: int) -> None:
+    assert sum(press(seed, TOLERANCE) for seed in range(start, start + 50)) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, NUM_TRACES, 50))
+def test_a_batch_invariant_model_answers_to_the_bit_in_all_traces(start: int) -> None:
+    assert sum(press(seed, 0.0, dtype="float32") for seed in range(start, start + 50)) > 50
