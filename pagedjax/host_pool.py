@@ -259,7 +259,8 @@ class HostPool:
             part = np.empty((width, *shape), dtype)
             rows = part.reshape(width, -1).view(np.uint8)
             size = rows.shape[1]
-            np.take(self._bytes[:, at : at + size], host_pages, axis=0, out=rows[: len(host_pages)])
+            source, target = self._bytes[:, at : at + size], rows[: len(host_pages)]
+            np.take(source, host_pages, axis=0, out=target, mode="clip")  # "raise" copies twice
             parts.append(part)
             at += size
         return parts

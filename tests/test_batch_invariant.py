@@ -125,6 +125,9 @@ def test_a_pool_under_pressure_was_tried() -> None:
     engine = engine_of("float32", num_pages=33)
     together(engine, crowd(4, 9))
     assert engine.scheduler.stats.num_preemptions > 3
+    engine = engine_of("float32", num_pages=40, num_host_pages=40, preemption_mode="swap")
+    together(engine, crowd(5, 9), 1)
+    assert engine.scheduler.stats.swap.num_pages_in > 3
 
 
 def test_without_it_bits_do_depend_on_what_else_runs() -> None:

@@ -199,6 +199,19 @@ def test_swap_space_is_host_pages_beside_the_pool(
     assert config.num_host_pages == 10
 
 
+def test_what_transfers_take_is_taken_off_the_pool(
+    refuse_to_compile: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_flight = 6 * 64 * PAGE_BYTES  # batches of 64 pages: four on their way, two in the making
+    give_memory(monkeypatch, 4000 * PAGE_BYTES)
+    monkeypatch.setattr(device, "host_memory", lambda: DeviceMemory(2**40, 2**40))
+    options = {"page_size": 4, "max_model_len": 128, "max_num_seqs": 200, "memory_utilization": 1.0}
+    without = decide(refuse_to_compile, **options)
+    beside = decide(refuse_to_compile, **options, swap_space=0.001)
+    assert (without.num_host_pages, beside.num_host_pages) == (0, 2**30 // 1000 // PAGE_BYTES)
+    assert without.num_pages - beside.num_pages == in_flight // PAGE_BYTES
+
+
 def test_a_cpu_keeps_no_peak() -> None:
     if device.platform() == "cpu":
         assert device.peak_bytes() is None
