@@ -10,9 +10,9 @@ from types import FrameType, TracebackType
 class DeferredInterrupt:
     """While open, a first Ctrl-C is kept until `check`; a second one is raised at once.
 
-    An interrupt in the middle of a step loses buffers that were donated to it; what ran would have
-    to be computed again. Does nothing
-    outside the main thread, and nothing where the program has a handler of its own.
+    An interrupt in the middle of a step loses buffers that were donated to it; what ran is then
+    computed again. Does nothing outside the main thread, and nothing where the program has a
+    handler of its own.
     """
 
     def __init__(self) -> None:
