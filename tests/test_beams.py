@@ -152,6 +152,23 @@ def test_a_lane_whose_result_is_late_holds_its_search_back_and_nobody_else() -> 
     assert other[0].is_finished
 
 
+def test_idle_lanes_keep_their_pages_while_a_result_is_awaited() -> None:
+    """It may bring the turn: nothing is computed again because a step is late."""
+    bench = Bench(**LEAST, enable_prefix_caching=False, max_num_seqs=8)
+    bench.add(8, max_tokens=40)
+    request = bench.add(10, beam_width=4, max_tokens=30)
+    num_idle = 0
+    while bench.scheduler.has_work:
+        plan = bench.schedule()
+        before = bench.scheduler.stats.num_preemptions
+        num_idle += sum(live.offers is not None for live in bench.scheduler.roster.running)
+        assert bench.scheduler.schedule() is None
+        assert bench.scheduler.stats.num_preemptions == before
+        bench.update(plan)
+    assert num_idle > 0
+    check(bench, request)
+
+
 def test_a_lost_step_is_run_again_by_all_lanes() -> None:
     bench = Bench()
     request = bench.add(6, beam_width=4, max_tokens=12)
@@ -179,6 +196,25 @@ def test_beams_in_the_least_pool_are_the_plain_ones(caching: bool, budget: int) 
     finish(bench, *requests)
     stats = bench.scheduler.stats
     assert stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("num_host_pages", [5, 60])
+def test_swapped_lanes_come_back_with_what_they_had(caching: bool, num_host_pages: int) -> None:
+    """Parents and children may be swapped when their search turns, and the host may be full."""
+    bench = Bench(
+        **LEAST,
+        enable_prefix_caching=caching,
+        num_host_pages=num_host_pages,
+        preemption_mode="swap",
+        max_num_seqs=8,
+    )
+    requests = [
+        bench.add(20, beam_width=4, max_tokens=30),
+        bench.add(9, beam_width=3, max_tokens=40, logprobs=0),
+    ]
+    finish(bench, *requests)
+    assert bench.scheduler.stats.swap.num_swaps > 0
 
 
 def test_what_came_first_progresses_whatever_searches_are_about() -> None:
@@ -210,6 +246,17 @@ def test_a_parked_lane_keeps_its_offers_and_nothing_younger_takes_its_room() -> 
     assert young is not None
     check(bench, request)
     finish(bench)
+
+
+def test_a_search_short_of_pages_goes_on_beside_an_older_request() -> None:
+    """What idle lanes hold goes to their sibling that waits, though others could run, too."""
+    bench = Bench(**LEAST, enable_prefix_caching=False, max_num_seqs=8)
+    (older,) = bench.add(8, max_tokens=40)
+    request = bench.add(10, beam_width=4, max_tokens=30)
+    while not older.is_finished:
+        bench.step()
+    assert request[0].num_output_tokens > 13  # 11 when idle lanes keep theirs
+    finish(bench, request)
 
 
 def test_an_older_newcomer_is_not_locked_out_by_idle_lanes() -> None:

@@ -145,9 +145,6 @@ class BeamTurner:
 
     def _move_pages(self, heirs: Collection[_Heir], spare: list[LiveSequence]) -> None:
         """Lanes without children give theirs up, and those that run on share their parents'."""
-        for heir in heirs:
-            if heir.slot is not None:
-                heir.parent.catch_up()
         with self._allocator.transaction():
             for lane in spare:
                 lane.table.save()
