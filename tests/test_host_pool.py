@@ -246,6 +246,27 @@ def test_a_page_that_is_filled_again_is_not_lost() -> None:
     pool.verify([2])
 
 
+def test_what_a_host_page_held_before_is_not_given_for_what_failed_to_arrive() -> None:
+    cache = filled(jnp.float32)
+    pool = new_pool(cache, jnp.float32)
+    pool.store(cache, moves([1], [2]))
+    pool.drain(wait=True)
+    with_gather(pool, lambda _: Broken("copy"))
+    pool.store(cache, moves([3], [2]))
+    with pytest.raises(TransferError):
+        pool.verify([2])  # whole, but another page's content
+
+
+def test_a_loss_that_an_error_told_is_not_told_again() -> None:
+    cache = filled(jnp.float32)
+    pool = new_pool(cache, jnp.float32)
+    with_gather(pool, lambda _: Broken("arrival"))
+    pool.store(cache, moves([1, 2], [1, 2]))
+    with pytest.raises(TransferError):
+        pool.verify([1])
+    assert pool.take_lost() == {2}
+
+
 @pytest.mark.parametrize("at", [0, 100, -1])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
 def test_a_flipped_bit_is_found_and_named(dtype: Any, at: int) -> None:
