@@ -232,7 +232,11 @@ class Scheduler:
             if live is None or live.in_flight is not scheduled:
                 continue
             try:
-                advanced += self._reader.read(live, scheduled, readback)
+                if scheduled is live.decode_note and live.is_plain and not readback.has_corrupted:
+                    self._reader.read_token(live, readback.tokens[scheduled.first_row])
+                    advanced.append(live.sequence)
+                else:
+                    advanced += self._reader.read(live, scheduled, readback)
             except Exception as error:
                 logger.exception("request %s failed", live.sequence.request.request_id)
                 message = f"internal error in this request ({type(error).__name__}); see the log"

@@ -58,6 +58,11 @@ class LiveSequence:
         return 1 if self.owner.is_forked else len(self.owner.members)
 
     @property
+    def is_plain(self) -> bool:
+        """True when a decode step's result is a token for it and nothing more."""
+        return self.owner.reports_tokens_only and not self.restored
+
+    @property
     def held_slot(self) -> int:
         """Its slot, which it must have."""
         slot = self.sequence.slot
@@ -111,6 +116,7 @@ class LiveRequest:
     members: list[LiveSequence] = field(default_factory=list[LiveSequence])  # not finished
     is_forked: bool = True  # False: members[0] is to compute the prompt for all of them
     was_admitted: bool = False
+    reports_tokens_only: bool = False  # neither logprobs nor beams are read from its rows
     beams: BeamSearch | None = None
     lanes: list[LiveSequence] = field(default_factory=list[LiveSequence])  # of beams, best first
 

@@ -23,13 +23,14 @@ from pagedjax.scheduling.roster import Roster
 class Readback:
     """A result whose tokens and flags are lists: a sequence looks at one entry, not at an array."""
 
-    __slots__ = ("corrupted", "result", "tokens")
+    __slots__ = ("corrupted", "has_corrupted", "result", "tokens")
 
     def __init__(self, result: StepResult):
         """Converts once a step."""
         self.result = result
         self.tokens: list[int] = result.tokens.tolist()
         self.corrupted: list[bool] = result.corrupted.tolist()
+        self.has_corrupted = any(self.corrupted)
 
 
 class ResultReader:
@@ -53,6 +54,7 @@ class ResultReader:
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self._config = config
+        self._vocab_size = config.vocab_size
         self._allocator = allocator
         self._cache = cache
         self._host = host
@@ -88,6 +90,19 @@ class ResultReader:
         for row, member in enumerate(members, drawing):
             self._append(member, tokens[row], result, row)
         return [member.sequence for member in members]
+
+    def read_token(self, live: LiveSequence, token: int) -> None:
+        """What `read` does for a plain sequence that decoded: one token more."""
+        sequence = live.sequence
+        if sequence.num_computed_tokens < sequence.num_prompt_tokens:
+            self._count_computed(live, 1)
+        else:
+            total = sequence.num_computed_tokens = sequence.num_computed_tokens + 1
+            if total % self._config.page_size == 0:
+                live.catch_up()
+                self._cache.insert_computed(live.chain, sequence.tokens, live.table, total)
+        live.in_flight = None
+        self._end_or_go_on(live, token)
 
     def _count_computed(self, live: LiveSequence, num_tokens: int) -> None:
         """The positions are on the device now: full pages of them may be hit from here on."""
@@ -127,17 +142,22 @@ class ResultReader:
 
     def _append(self, live: LiveSequence, token: int, result: StepResult, row: int) -> None:
         """One sampled token, and whether it is the last."""
-        sequence, owner = live.sequence, live.owner
+        sequence = live.sequence
         params = sequence.request.params
-        if not 0 <= token < self._config.vocab_size:
-            raise IntegrityError(f"a token must be in [0, {self._config.vocab_size}). Got {token}.")
         if params.logprobs is not None:
             sequence.output_logprobs.append(self._logprobs(token, result, row, params.logprobs))
         if params.row_logprobs is not None:
             sequence.cumulative_logprob += float(result.logprobs[row])
+        self._end_or_go_on(live, token)
+
+    def _end_or_go_on(self, live: LiveSequence, token: int) -> None:
+        sequence, owner = live.sequence, live.owner
+        if not 0 <= token < self._vocab_size:
+            raise IntegrityError(f"a token must be in [0, {self._vocab_size}). Got {token}.")
         sequence.tokens.append(token)
         self.num_generated_tokens += 1
         num_output = len(sequence.tokens) - sequence.num_prompt_tokens
+        params = sequence.request.params
         if token in owner.stop_ids and num_output > params.min_tokens:
             sequence.stop_reason = token if token in params.stop_token_ids else None
             self._roster.close(live, FinishReason.STOP)

@@ -213,6 +213,7 @@ def _new_request(
         stop_ids=request.stop_ids,
         adjustments=Adjustments.of(request, config.vocab_size),
         is_forked=params.num_sequences == 1,
+        reports_tokens_only=params.beam_width is None and params.row_logprobs is None,
     )
     if params.beam_width is not None:
         owner.beams = BeamSearch(request, owner.max_output_tokens)
