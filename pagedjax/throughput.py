@@ -60,14 +60,14 @@ class ThroughputLog:
     def step(self, counters: Counters) -> None:
         """Called after each step; logs when the interval is over."""
         now = time.monotonic()
+        if self._since is not None and 0 <= now - self._since < self._interval:
+            return  # without a look at the counters: it is so after almost every step
         stats = counters.stats
         totals = (stats.num_prompt_tokens, stats.num_generated_tokens)
         if self._since is None or now - self._since > 2 * self._interval:  # the engine was idle
             self._since, self._totals = now, totals
             return
         seconds = now - self._since
-        if seconds < self._interval:
-            return
         rates = [(new - old) / seconds for new, old in zip(totals, self._totals, strict=True)]
         self._logger.info(line(counters, *rates))
         self._since, self._totals = now, totals
