@@ -52,11 +52,13 @@ from scripts.paging_runs import Experiment, Settings
 from scripts.paging_simulation import (
     NUM_POSITIONS,
     POSITION_BYTES,
+    Outcome,
     PagedServer,
     Server,
     StepTime,
     StepWork,
     Usage,
+    _is_hopeless,
     simulate,
     sliding_mean,
 )
@@ -455,6 +457,13 @@ def test_a_bound_that_cannot_be_kept_ends_a_run_early() -> None:
     )
     assert not kept.exceeded
     assert kept.normalized_latency == pytest.approx(bound)
+
+
+def test_requests_that_wait_count_for_the_bound() -> None:
+    """One ended at 0.3 s a token; the other has cost 2.0 s for 10 tokens already: 0.25 at least."""
+    outcome, waiting = Outcome(2, normalized=[0.3]), {1: SimulatedRequest(1.0, 5, 10)}
+    assert _is_hopeless(outcome, waiting, 3.0, 0.249)
+    assert not _is_hopeless(outcome, waiting, 3.0, 0.251)
 
 
 def test_sliding_means_are_of_the_window() -> None:
