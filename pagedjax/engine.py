@@ -81,6 +81,7 @@ class LLMEngine:
         cache_salt: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        label: str | None = None,
     ) -> None:
         """Checks, tokenises and queues a request.
 
@@ -89,6 +90,7 @@ class LLMEngine:
           priority: smaller values run earlier; 0 unless `scheduling_policy` is "priority".
           timeout: seconds from now, > 0, after which it ends with what came so far and an error
             of code "timeout"; None: never.
+          label: what the event log calls it; None: `request_id`.
 
         Raises:
           RequestError: it can never be served as asked, its id is in use, or (code "queue_full")
@@ -106,6 +108,7 @@ class LLMEngine:
             cache_salt=cache_salt,
             priority=priority,
             timeout=timeout,
+            label=label,
         )
         detokenizers = [self.intake.detokenizer(params) for _ in range(params.num_sequences)]
         sequences = self.scheduler.add_request(request)

@@ -329,7 +329,7 @@ class EventLog:
                 f"{error.strerror}."
             ) from error
         self._clock = clock
-        self._begun = self._flushed = clock()
+        self._begun = self._flushed = clock()  # the header begins it anew
         self._stamp = -1.0
         self._lines: list[str] = []
         self._file: BinaryIO | None = os.fdopen(descriptor, "wb", buffering=0)
@@ -342,6 +342,7 @@ class EventLog:
             return
         if isinstance(event, Header):
             self._empty(self._file)
+            self._begun = self._clock()
         now = self._clock()
         stamp: float | None = round(now - self._begun, 3)
         if stamp == self._stamp:  # the same instant as the line before

@@ -24,14 +24,14 @@ class UnknownRequestError(PagedJaxError, LookupError):
 
 
 def explain(history: History, request_id: str) -> str:
-    """The timeline of a request, in lines of at most 100 columns.
+    """The timeline of a request, given by its id or label, in lines of at most 100 columns.
 
     Raises:
       UnknownRequestError: the log has no such request.
     """
-    stories = [story for story in history.stories if story.request_id == request_id]
+    stories = [story for story in history.stories if request_id in (story.name, story.request_id)]
     if not stories:
-        known = list(dict.fromkeys(story.request_id for story in history.stories))
+        known = list(dict.fromkeys(story.name for story in history.stories))
         near = difflib.get_close_matches(request_id, known, NUM_NEAR, cutoff=0.5)
         near += [name for name in known if request_id in name and name not in near]
         hint = f" Did you mean {' or '.join(near[:NUM_NEAR])}?" if near else ""
@@ -81,7 +81,7 @@ def _headline(story: Story) -> str:
     samples = f", {story.num_samples} samples" if story.num_samples > 1 else ""
     ended = " and ".join(dict.fromkeys(story.reasons)) or "not ended"
     return (
-        f"{story.request_id}: {_count(len(story.tokens), 'prompt token')}{samples}, "
+        f"{story.name}: {_count(len(story.tokens), 'prompt token')}{samples}, "
         f"{_count(story.counts.num_output_tokens, 'token')} generated, {ended}"
     )
 
@@ -164,12 +164,14 @@ def _where(details: dict[str, Any]) -> str:
 
 
 def _whose(story: Story, details: dict[str, Any]) -> str:
-    owners = {k: n for k, n in details["sources"].items() if k != story.request_id}
+    owners = {k: n for k, n in details["sources"].items() if k != story.name}
     if not owners:
         return ""
     most = sorted(owners.items(), key=lambda item: -item[1])[:NUM_NEAR]
     more = f" and {len(owners) - len(most)} others" if len(owners) > len(most) else ""
-    return " (computed for " + ", ".join(name for name, _ in most) + more + ")"
+    num_theirs = sum(owners.values())
+    part = "" if num_theirs == details["num_device"] + details["num_host"] else f"{num_theirs} "
+    return f" ({part}computed for " + ", ".join(name for name, _ in most) + more + ")"
 
 
 def _waited(wait: Wait) -> str:
@@ -232,7 +234,7 @@ def _preempted(history: History, story: Story, fact: Fact) -> str:
     del history
     if not details["needed"]:
         return "gives its pages up while it waits for the other beams"
-    who = "it" if details["needer"] in ("", story.request_id) else details["needer"]
+    who = "it" if details["needer"] in ("", story.name) else details["needer"]
     free = details["free"]
     why = f"{who} needed {_count(details['needed'], 'page')} and {free or 'none'} "
     why += "was free" if free == 1 else "were free"
@@ -288,7 +290,7 @@ def _row(story: Story) -> tuple[str, ...]:
     gave_way = story.counts.num_preemptions + story.counts.num_restarts
     ended = " and ".join(dict.fromkeys(story.reasons))
     return (
-        story.request_id if len(story.request_id) <= 36 else story.request_id[:33] + "...",
+        story.name if len(story.name) <= 36 else story.name[:33] + "...",
         f"{story.added.seconds:.3f}",
         f"{story.counts.wait_seconds:.3f}",
         str(len(story.tokens)),

@@ -51,6 +51,7 @@ class Intake:
         cache_salt: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        label: str | None = None,
     ) -> Request:
         """A request that arrives at `now`, in seconds.
 
@@ -75,6 +76,7 @@ class Intake:
             priority=_checked_priority(priority),
             arrival_time=now,
             timeout=_checked_timeout(timeout),
+            label=label,
         )
 
     def prefix(self, prompt: Prompt, cache_salt: str | None) -> tuple[tuple[int, ...], str | None]:

@@ -280,6 +280,7 @@ class Request:
     priority: int = 0  # smaller values run earlier, under the policy that looks at it
     arrival_time: float = 0.0  # seconds on the engine's clock
     timeout: float | None = None  # seconds from arrival after which it ends as it is
+    label: str | None = None  # what the event log calls it, where that is not its id
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -57,6 +57,7 @@ class FakeEngine:
     running: dict[str, list[Any]] = field(default_factory=dict)  # id -> [steps left, output, n]
     added: dict[str, tuple[Any, SamplingParams, str | None]] = field(default_factory=dict)
     asked: dict[str, tuple[int, float | None]] = field(default_factory=dict)  # priority, timeout
+    labels: dict[str, str | None] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
     max_queue: int = 10**6
     most_sequences: int = 0
@@ -78,8 +79,10 @@ class FakeEngine:
         cache_salt: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        label: str | None = None,
     ) -> None:
         assert self.has_queue_room
+        self.labels[request_id] = label
         assert request_id not in self.added, "an id is used once"
         if prompt == "boom":
             raise KeyError("a bug")

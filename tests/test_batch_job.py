@@ -78,6 +78,12 @@ def test_answers_have_openai_s_form() -> None:
     assert (summary.prompt_tokens, summary.output_tokens) == (3, 3)
 
 
+def test_the_event_log_knows_prompts_by_their_lines() -> None:
+    llm = FakeLLM()
+    run([batch("a", prompt="abc"), batch("b", prompt=["de", "f"]), line("g")], llm)
+    assert list(llm.engine.labels.values()) == ["a", "b[0]", "b[1]", "line-3"]
+
+
 def test_chats_are_encoded_by_the_model() -> None:
     messages = [{"role": "user", "content": "hi"}]
     rows, _ = run([

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -275,6 +276,18 @@ def test_samples_are_told_apart() -> None:
     assert "sample 1: ended (length) after 3 tokens" in text
     assert "is copied to" in text
     assert "9 prompt tokens, 2 samples, 6 tokens generated, length" in text
+
+
+def test_a_request_is_known_by_its_label_and_by_its_id() -> None:
+    bench = Recorded()
+    (sequence,) = bench.add(5)
+    request = replace(sequence.request, request_id="af12", label="my\n\x1bask", arrival=9)
+    bench.finish_all([sequence], bench.scheduler.add_request(request))
+    assert bench.reader.history is not None
+    text = explain(bench.reader.history, "af12")
+    assert text.startswith("my??ask: 5 prompt tokens")
+    assert explain(bench.reader.history, "my??ask") == text
+    assert "my??ask " in overview(bench.reader.history)
 
 
 def test_what_has_not_ended_says_so() -> None:

@@ -393,6 +393,20 @@ def test_arguments_become_options() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("where", ["in.jsonl", "out.jsonl", "no/log", "."])
+def test_an_event_log_that_cannot_be_is_refused_before_the_model_is_loaded(
+    requests: Path, loaded: list[Any], capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    before, output = requests.read_text(), requests.with_name("out.jsonl")
+    output.write_text("old")
+    path = requests.parent / where
+    assert main(str(requests), str(output), model="m", options={"event_log": str(path)}) == 2
+    assert f"error: the event log {path} must " in capsys.readouterr().err
+    assert loaded == []
+    assert requests.read_text() == before
+    assert output.read_text() == "old"
+
+
 def test_every_engine_option_has_an_argument() -> None:
     actions = load_script().parser()._actions
     assert {field.name for field in fields(EngineConfig)} <= {action.dest for action in actions}

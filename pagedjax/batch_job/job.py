@@ -66,6 +66,7 @@ class Engine(Protocol):
         cache_salt: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        label: str | None = None,
     ) -> None:
         """Queues a request or raises `RequestError`."""
         ...
@@ -337,6 +338,7 @@ class BatchJob:
             cache_salt=request.cache_salt,
             priority=request.priority,
             timeout=timeout,
+            label=_label(line, request_id),
         )
 
     def _collect(self, line: Line, index: int, output: RequestOutput) -> None:
@@ -476,6 +478,12 @@ def _dump(document: Json) -> str:
     if _UNSAFE.search(text):
         text = json.dumps(document, allow_nan=False)
     return text + "\n"
+
+
+def _label(line: Line, request_id: str) -> str | None:
+    """What people call a prompt: its line's id, and its number where there are several."""
+    index = request_id.rpartition("-")[2]
+    return line.custom_id if len(line.outputs) == 1 else f"{line.custom_id}[{index}]"
 
 
 def _digest(text: str) -> str:

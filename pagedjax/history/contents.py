@@ -106,13 +106,13 @@ class Contents:
                     content.on_device = True
 
     def sources(self, pages: list[int], host_pages: list[int]) -> dict[str, int]:
-        """Who computed the pages that a sequence starts from: request id -> how many."""
+        """Who computed the pages that a sequence starts from: name -> how many."""
         found: dict[str, int] = {}
         for logical, page in enumerate(pages):
             host_page = host_pages[logical] if logical < len(host_pages) else 0
             owner = self._host_owners.get(host_page) if host_page else self._owners.get(page)
             if owner is not None:
-                found[owner[0].request_id] = found.get(owner[0].request_id, 0) + 1
+                found[owner[0].name] = found.get(owner[0].name, 0) + 1
         return found
 
     def miss(
@@ -131,7 +131,7 @@ class Contents:
         known = self._contents.get(self._keys[story.arrival][at])
         if known is None:
             return self._miss_of_new(story, at, span, running)
-        whose = known.story.request_id
+        whose = known.story.name
         if known.evicted is not None:
             return Miss("evicted", *span, whose, known.evicted)
         if known.step <= self._num_reset:
@@ -146,11 +146,11 @@ class Contents:
         for other in running:
             keys = self._keys[other.arrival]
             if at < len(keys) and keys[at] == self._keys[story.arrival][at]:
-                return Miss("pending", *span, other.request_id)
+                return Miss("pending", *span, other.name)
         other = self._salted.get(self._plain_keys[story.arrival][at])
         if other is None or other.salt == story.salt:
             return Miss("new", *span)
-        return Miss("salt", *span, other.request_id)
+        return Miss("salt", *span, other.name)
 
     def _drop(self, owners: Owners, page: int, step: int, *, device: bool) -> None:
         content = self._content_of(owners, page)

@@ -21,6 +21,7 @@ from pagedjax.events import (
     Stalled,
     Step,
     Turned,
+    decode_request,
     read_events,
 )
 from pagedjax.history.contents import Contents
@@ -105,6 +106,7 @@ class History:
 
     def _add(self, event: Added) -> None:
         document = event.request
+        decode_request(document)  # raises for what is none
         arrival = str(document["arrival"])
         story = Story(document["request_id"], arrival, document, self.now)
         sequences = self._sequences
@@ -140,7 +142,7 @@ class History:
             self.now,
             "preempted",
             mode=mode,
-            needer=self._sequences.story(needer).request_id if needer else "",
+            needer=self._sequences.story(needer).name if needer else "",
             needed=needed,
             free=free,
             num_pages=len(one.table),

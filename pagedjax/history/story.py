@@ -23,7 +23,7 @@ class Wait:
     `reason`, `needed`, `free` and `reserved` are those of `Step.waiting`.
     """
 
-    head: str  # request id
+    head: str  # name of a request
     is_head: bool
     reason: str
     needed: int
@@ -44,7 +44,7 @@ class Miss:
     why: MissReason
     first_token: int
     last_token: int
-    whose: str = ""  # request id
+    whose: str = ""  # name of a request
     step: int = 0
 
 
@@ -87,6 +87,12 @@ class Story:
     first_run: Moment | None = None
     ended: Moment | None = None  # its last sample so far
     reasons: list[str] = field(default_factory=list[str])  # of samples, in order of ending
+
+    @property
+    def name(self) -> str:
+        """What people call it, in one line."""
+        text = str(self.document.get("label") or self.request_id)
+        return "".join(char if char.isprintable() else "?" for char in text)
 
     @property
     def tokens(self) -> list[int]:

@@ -59,7 +59,7 @@ class QueueWaits:
             key = (id(block.story), block.reason)
             before = found.get(key)
             found[key] = Wait(
-                head=block.story.request_id,
+                head=block.story.name,
                 is_head=block.story is story,
                 reason=block.reason,
                 needed=block.needed if before is None else before.needed,
