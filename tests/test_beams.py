@@ -294,6 +294,16 @@ def add_urgent(bench: Bench) -> list[Sequence]:
     return urgent
 
 
+def test_children_take_no_slot_that_is_promised_to_a_fork() -> None:
+    bench = Bench(max_num_batched_tokens=8)
+    bench.add(20, n=3)
+    bench.step()
+    roster = bench.scheduler.roster
+    assert roster.free_slots == [1, 2, 3]
+    assert roster.unpromised_slots() == [1]  # two of them are the other samples'
+    bench.finish_all()
+
+
 # --------------------------------------------------------------------------- ends and failures
 
 
