@@ -2,35 +2,67 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
 
+_DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
+
 
 class DeferredInterrupt:
-    """While open, a first Ctrl-C is kept until `check`; a second one is raised at once.
+    """While open, a first signal is kept until `check`; a second one is raised at once.
 
     An interrupt in the middle of a step loses buffers that were donated to it; what ran is then
-    computed again. Does nothing outside the main thread, and nothing where the program has a
-    handler of its own.
+    computed again. Does nothing outside the main thread, and leaves signals alone that the program
+    handles or ignores itself.
     """
 
-    def __init__(self) -> None:
-        """Installs nothing yet."""
+    def __init__(
+        self,
+        *signals: signal.Signals,
+        defers: bool = True,
+        notice: bytes = b"",
+    ) -> None:
+        """Installs nothing yet.
+
+        Args:
+          signals: that interrupt; none given: SIGINT.
+          defers: False: signals are raised at once until `defer` is called.
+          notice: written to standard error when the first one came and is kept.
+        """
+        self._signals = signals or (signal.SIGINT,)
+        self._defers = defers
+        self._notice = notice
         self._is_pending = False
-        self._is_installed = False
+        self._before: dict[signal.Signals, object] = {}
+
+    @property
+    def is_pending(self) -> bool:
+        """True when a signal is kept."""
+        return self._is_pending
+
+    def defer(self) -> None:
+        """Signals are kept from now on."""
+        self._defers = True
 
     def check(self) -> None:
-        """Raises `KeyboardInterrupt` if one came since the last check."""
+        """Raises `KeyboardInterrupt` if a signal came since the last check."""
         if self._is_pending:
             self._is_pending = False
             raise KeyboardInterrupt
 
+    def clear(self) -> None:
+        """What is kept was answered by other means."""
+        self._is_pending = False
+
     def __enter__(self) -> DeferredInterrupt:
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._note)
-            self._is_installed = True
+        if threading.current_thread() is threading.main_thread():
+            for number in self._signals:
+                before = signal.getsignal(number)
+                if before in _DEFAULTS:
+                    self._before[number] = before
+                    signal.signal(number, self._note)
         return self
 
     def __exit__(
@@ -39,12 +71,17 @@ class DeferredInterrupt:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._is_installed:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, before in self._before.items():
+            signal.signal(number, before)  # type: ignore[arg-type] (it came from getsignal)
+        self._before.clear()
         if kind is None:
             self.check()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._is_pending:
-            signal.default_int_handler(number, frame)
+        del number, frame  # what a signal handler is called with
+        if self._is_pending or not self._defers:
+            raise KeyboardInterrupt
         self._is_pending = True
+        if self._notice:
+            # Not through a buffered stream: the signal may have come in the middle of its work.
+            os.write(2, self._notice)
