@@ -13,10 +13,23 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 NEEDED = ("jax", "flax", "tokenizers", "tqdm")
 
-USAGE = "%(prog)s INPUT.jsonl [--output OUT.jsonl] [--model M] [engine options]"
+# What is asked of the job and not of the engine.
+JOB_OPTIONS = (
+    "check",
+    "max_inflight",
+    "on_bad_line",
+    "ordered",
+    "overwrite",
+    "page_map",
+    "rate",
+    "request_timeout",
+    "stats",
+)
+
+USAGE = "%(prog)s INPUT.jsonl [--output OUT] [--model M] [job and engine options]"
 
 DESCRIPTION = """\
-Answers the requests of INPUT.jsonl, one a line, with one line each, in the same order.
+Answers the requests of INPUT.jsonl, one a line, with one line each.
 
 A request is a line of OpenAI's batch format, for /v1/completions or /v1/chat/completions:
 
@@ -34,21 +47,32 @@ names and vLLM's (top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, 
 the ids. A request without a seed draws as its custom_id and --seed decide: the order of the lines
 changes no answer. A line in the short form may have a custom_id too; without one it is line-N.
 
-A bad line becomes an error line that tells its number; all others are answered."""
+A bad line becomes an error line that tells its number; all others are answered.
+
+With --output OUT the job can be killed at any moment: the same command continues it. Answers are
+appended to OUT.partial as they come (tail it) and synced every two seconds; OUT is there when all
+are, at once. OUT.manifest.json says which job it is: with another input, model or parameter OUT is
+refused. Sizes and memory may change. Answers hold no times ("created" is 0) and no counts of
+cached tokens, so the same job gives the same output, with --ordered the same bytes; sums of
+floating point numbers depend on what runs together, unless --batch-invariant is given."""
 
 EPILOG = """\
 exit status:
   0  every line was answered (an empty input too)
-  2  nothing was started: no such file or model, a bad option, too little memory
-  3  some lines got an error: their "error" is not null, their status_code is not 200
-  70 the engine or a file failed in between; 130 interrupted (the answers so far stay)
+  2  nothing was started: no such file or model, a bad option, too little memory, OUT is in use or
+     belongs to another job
+  3  done, and some lines got an error: their "error" is not null, their status_code is not 200
+  75 interrupted (Ctrl-C and SIGTERM finish the step), or a file could not be written, such as on a
+     full disk: the same command continues
+  70 the engine failed: the same command continues
+  130 interrupted, 70 broken off, without --output: nothing to continue
 
 example:
   scripts/demo                                    once: makes .venv and gets the default model
   scripts/serve_batch.py examples/prompts.jsonl --output answers.jsonl
+  zcat prompts.jsonl.gz | scripts/serve_batch.py - --output answers.jsonl --ordered
 
-Progress and messages go to standard error. --output replaces a file of that name once the model
-is loaded."""
+Progress and messages go to standard error."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -88,8 +112,14 @@ def parser() -> Parser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    made.add_argument("input", metavar="INPUT.jsonl", help="the requests")
+    made.add_argument(
+        "input",
+        metavar="INPUT.jsonl",
+        help="the requests: a file, also packed by gzip, or - for standard input, which is kept "
+        "in OUT.input until the job is done (to continue, give it again, or < /dev/null)",
+    )
     _add_output(made)
+    _add_job(made)
     _add_engine(made)
     return made
 
@@ -97,7 +127,21 @@ def parser() -> Parser:
 def _add_output(made: Parser) -> None:
     group = made.add_argument_group("output and model")
     group.add_argument(
-        "--output", "-o", metavar="OUT.jsonl", help="the answers (default: standard output)"
+        "--output",
+        "-o",
+        metavar="OUT",
+        help="the answers (default: standard output, from which nothing can be continued)",
+    )
+    group.add_argument(
+        "--ordered",
+        action="store_true",
+        help="answers in the order of the input (default: as they come)",
+    )
+    group.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="remove what another job, or this one when it was done, left as OUT; a job that was "
+        "begun is continued all the same",
     )
     group.add_argument(
         "--model",
@@ -115,6 +159,45 @@ def _add_output(made: Parser) -> None:
         type=int,
         metavar="N",
         help="with its custom_id, what a request without a seed draws from (default 0)",
+    )
+
+
+def _add_job(made: Parser) -> None:
+    group = made.add_argument_group("job")
+    group.add_argument(
+        "--check",
+        action="store_true",
+        help="run nothing: read all lines, show bad ones, count requests and tokens (exit status "
+        "3 with bad lines)",
+    )
+    group.add_argument(
+        "--rate",
+        type=float,
+        metavar="N",
+        help="output tokens/s, for --check's estimate of time (default: those of OUT's last run)",
+    )
+    group.add_argument(
+        "--on-bad-line",
+        metavar="WHAT",
+        help="error-record (default), or abort: start nothing when a line is bad",
+    )
+    group.add_argument(
+        "--max-inflight",
+        type=int,
+        metavar="N",
+        help="sequences in the engine at once, running and waiting; memory is bounded by it "
+        "(default: 4 x --max-num-seqs)",
+    )
+    group.add_argument(
+        "--stats",
+        metavar="FILE",
+        help="append the figures of progress as JSON lines, one a second",
+    )
+    group.add_argument(
+        "--page-map",
+        action="store_true",
+        help="draw the page pool while it works, on a terminal: # held (a colour for each "
+        "request), 2-9 + shared by so many, o cached, . free",
     )
 
 
@@ -262,8 +345,8 @@ def main() -> int:
 
     source, output = options.pop("input"), options.pop("output", None)
     model = options.pop("model", "smollm2-135m-instruct")
-    timeout = options.pop("request_timeout", None)
-    return batch_job.main(source, output, model=model, options=options, request_timeout=timeout)
+    how = {name: options.pop(name) for name in JOB_OPTIONS if name in options}
+    return batch_job.main(source, output, model=model, options=options, **how)
 
 
 if __name__ == "__main__":

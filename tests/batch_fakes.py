@@ -61,6 +61,11 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     max_queue: int = 10**6
     most_sequences: int = 0
+    num_steps: int = 0
+
+    @property
+    def scheduler(self) -> FakeScheduler:
+        return FakeScheduler(self)
 
     @property
     def has_unfinished(self) -> bool:
@@ -101,6 +106,7 @@ class FakeEngine:
         self.most_sequences = max(self.most_sequences, sequences)
 
     def step(self) -> list[RequestOutput]:
+        self.num_steps += 1
         ended = []
         for request_id, state in list(self.running.items()):
             output = state[1]
@@ -151,6 +157,34 @@ def _sample(index: int, text: str, params: SamplingParams) -> CompletionOutput:
         finish_reason="length" if len(ids) == params.max_tokens else "stop",
         stop_reason=None if len(ids) == params.max_tokens else EOS,
     )
+
+
+@dataclass
+class FakeStats:
+    """Counters of an engine; the prefix cache found a quarter."""
+
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 3
+    num_cow_copies: int = 0
+    kv_usage: float = 0.5
+    prefix_hit_rate: float = 0.25
+
+
+@dataclass
+class FakeScheduler:
+    """What progress reads."""
+
+    engine: FakeEngine
+    num_waiting: int = 1
+
+    @property
+    def num_running(self) -> int:
+        return len(self.engine.running)
+
+    @property
+    def stats(self) -> FakeStats:
+        return FakeStats(10 * self.engine.num_steps, 4 * self.engine.num_steps)
 
 
 @dataclass

@@ -42,7 +42,9 @@ MAX_POSITIONAL = 7  # parameters that can be passed by position, self not counte
 # choice of a kernel, quantised pages and their options added 150. A host tier, beams, policy,
 # recovery and an event log are what this engine has and others dropped: 3,800 for all of them.
 # The commands that read event logs are edges: they took 800 lines there, recording took 700 here.
-MAX_CORE, MAX_EDGES = 13_500, 3_800
+# The batch program that survives a kill at any call has 2,300: files, identity of a job, input of
+# any kind, checks ahead, progress.
+MAX_CORE, MAX_EDGES = 13_500, 5_400
 EDGES = {
     "batch_job", "chat_template", "cli", "doctor", "explain", "grammar", "history", "openai_api",
     "page_map", "replay", "server", "trace", "__main__",

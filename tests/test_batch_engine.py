@@ -10,6 +10,7 @@ import pytest
 
 from pagedjax import LLM
 from pagedjax.batch_job import Summary, run_batch
+from pagedjax.batch_job.answers import InputOrder
 from tests.helpers import ByteTokenizer, TinyLM, dense_greedy, dense_logprobs
 
 type Row = dict[str, Any]
@@ -34,7 +35,7 @@ def llm() -> LLM:
 def run(llm: LLM, *lines: Row | bytes, **how: Any) -> tuple[list[Row], Summary]:
     raw = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
     written: list[str] = []
-    summary = run_batch(llm, raw, written.append, **how)
+    summary = run_batch(llm, raw, InputOrder(written.append), **how)
     llm.engine.check_integrity()
     assert not llm.engine.has_unfinished
     return [json.loads(text) for text in written], summary

@@ -12,8 +12,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from pagedjax.batch_job import Summary, run_batch
+from pagedjax.batch_job import Summary, answers, run_batch
 from pagedjax.batch_job import job as job_module
+from pagedjax.batch_job.answers import AsFinished, InputOrder
 from pagedjax.batch_job.lines import MAX_LINE_BYTES, read_lines
 from pagedjax.openai_api.requests import (
     HARMLESS,
@@ -45,7 +46,7 @@ def run(
     lines: Iterable[bytes], llm: FakeLLM | None = None, **how: Any
 ) -> tuple[list[Row], Summary]:
     written: list[str] = []
-    summary = run_batch(llm or FakeLLM(), lines, written.append, **how)
+    summary = run_batch(llm or FakeLLM(), lines, InputOrder(written.append), **how)
     assert all(text.endswith("\n") and text.count("\n") == 1 for text in written)
     return [json.loads(text) for text in written], summary
 
@@ -100,6 +101,12 @@ def test_output_is_in_the_order_of_the_input() -> None:
     assert [text_of(row) for row in rows if row["custom_id"]] == ["ABCDEF", "AB", "ABCD", "A"]
 
 
+def test_output_may_be_in_the_order_of_finishing() -> None:
+    written: list[str] = []
+    run_batch(FakeLLM(), [line("abcdef"), line("ab"), b"bad"], AsFinished(written.append))
+    assert [json.loads(text)["custom_id"] for text in written] == [None, "line-2", "line-1"]
+
+
 def test_long_answer_does_not_stop_the_lines_behind_it() -> None:
     llm = FakeLLM()
     rows, _ = run([line("a" * 60, max_tokens=60), *[line("b") for _ in range(20)]], llm,
@@ -110,7 +117,7 @@ def test_long_answer_does_not_stop_the_lines_behind_it() -> None:
 
 
 def test_answers_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_module, "MAX_WAITING_CHARS", 2000)
+    monkeypatch.setattr(answers, "MAX_WAITING_CHARS", 2000)
     taken = []
 
     def lines() -> Iterable[bytes]:
@@ -179,7 +186,7 @@ def test_request_ids_depend_on_the_custom_id_alone() -> None:
 def test_unusual_text_stays_one_line_of_utf8() -> None:
     raw: list[str] = []
     prompts = ["안녕", "a\u2028b\x85c", "tab\t\n", "\N{GRINNING FACE}"]
-    run_batch(FakeLLM(), [line(prompt) for prompt in prompts], raw.append)
+    run_batch(FakeLLM(), [line(prompt) for prompt in prompts], InputOrder(raw.append))
     shown = "".join(raw)
     assert "안녕" in shown
     assert len(shown.splitlines()) == 4, "no reader sees a line end inside a line"
@@ -478,7 +485,7 @@ def test_crash_of_the_engine_keeps_the_answers_there_are() -> None:
     written: list[str] = []
     lines = [line("abcdef", "long"), line("a", "short"), line("ab"), line("crash")]
     with pytest.raises(RuntimeError, match="the device is gone"):
-        run_batch(FakeLLM(), lines, written.append, max_in_flight=3)
+        run_batch(FakeLLM(), lines, InputOrder(written.append), max_in_flight=3)
     assert [json.loads(text)["custom_id"] for text in written] == ["short"]
 
 
@@ -491,7 +498,7 @@ def test_nothing_is_written_after_a_write_that_failed() -> None:
             raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        run_batch(FakeLLM(), [line("a"), line("b"), line("c")], write)
+        run_batch(FakeLLM(), [line("a"), line("b"), line("c")], InputOrder(write))
     assert len(written) == 2
 
 
@@ -502,7 +509,7 @@ def test_reading_trouble_is_raised_on() -> None:
 
     written: list[str] = []
     with pytest.raises(OSError, match="cannot read on"):
-        run_batch(FakeLLM(), lines(), written.append)
+        run_batch(FakeLLM(), lines(), InputOrder(written.append))
     assert len(written) == 1
 
 

@@ -68,5 +68,7 @@ def test_help_of_the_batch_program_names_what_the_readme_promises() -> None:
         text=True,
         check=True,
     )
-    for option in ("--output", "--model", "--max-model-len", "--page-size", "--seed"):
+    promised = set(re.findall(r"`(--[a-z][a-z-]+)", README))
+    assert {"--check", "--ordered", "--overwrite", "--page-map", "--stats"} <= promised
+    for option in promised | {"--output", "--model", "--max-model-len", "--page-size", "--seed"}:
         assert option in run.stdout

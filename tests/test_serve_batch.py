@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from pagedjax.batch_job import main, program
+from pagedjax.batch_job import loading, main, progress
+from pagedjax.batch_job.program import JobOptions
 from pagedjax.config import EngineConfig
 from pagedjax.errors import CapacityError, ConfigError, ModelFormatError
 from tests.batch_fakes import FakeLLM
@@ -56,7 +57,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append((model, options))
         return FakeLLM()
 
-    monkeypatch.setattr(program, "_load", load)
+    monkeypatch.setattr(loading, "load", load)
+    monkeypatch.setattr(loading, "identify", lambda model: {"name": model, "identity": model})
     return asked
 
 
@@ -76,7 +78,7 @@ def test_all_answered(
 ) -> None:
     out = tmp_path / "out.jsonl"
     assert main(str(requests), str(out), model="m", options={"seed": 3}) == 0
-    assert [row["custom_id"] for row in rows(out)] == ["x", "line-2"]
+    assert {row["custom_id"] for row in rows(out)} == {"x", "line-2"}
     assert loaded == [("m", {"seed": 3})]
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -87,7 +89,8 @@ def test_some_failed(requests: Path, tmp_path: Path, loaded: list[Any]) -> None:
     requests.write_bytes(requests.read_bytes() + b"bad\n")
     out = tmp_path / "out.jsonl"
     assert main(str(requests), str(out), model="m", options={}) == 3
-    assert rows(out)[2]["error"]["message"].startswith("line 3: ")
+    (failed,) = [row for row in rows(out) if row["error"]]
+    assert failed["error"]["message"].startswith("line 3: ")
 
 
 def test_without_output_answers_go_to_standard_output(
@@ -102,11 +105,12 @@ def test_without_output_answers_go_to_standard_output(
 def test_empty_input_needs_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(program, "_load", never_load)
+    monkeypatch.setattr(loading, "load", never_load)
     (tmp_path / "in").touch()
-    (tmp_path / "out").write_text("old answers\n")
     assert main(str(tmp_path / "in"), str(tmp_path / "out"), model="m", options={}) == 0
     assert (tmp_path / "out").read_text() == ""
+    assert "0 answered, 0 failed" in capsys.readouterr().err
+    assert main(str(tmp_path / "in"), None, model="m", options={}) == 0
     assert "is empty: nothing to answer" in capsys.readouterr().err
 
 
@@ -123,14 +127,16 @@ def test_engine_that_breaks_ends_with_70(
     requests.write_text("\n".join(map(json.dumps, lines)))
     out = tmp_path / "out.jsonl"
     assert main(str(requests), str(out), model="m", options={}) == 70
-    assert 0 < len(rows(out)) < 9
+    assert not out.exists()
+    assert 0 < len(rows(tmp_path / "out.jsonl.partial")) < 9
     shown = capsys.readouterr().err
     assert (
-        f"error: the engine failed (the device is gone); the answers so far are in {out}" in shown
+        "error: the engine failed (the device is gone); The answers so far are in "
+        f"{out}.partial; run the same command again to continue." in shown
     )
 
 
-def test_full_disk_ends_with_70(
+def test_device_that_takes_nothing_ends_with_70(
     requests: Path, loaded: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     if not os.path.exists("/dev/full"):
@@ -154,7 +160,9 @@ def test_full_disk_ends_with_70(
         ("in.jsonl", "in.jsonl", {}, "the output .*in.jsonl must not be the input itself"),
         ("in.jsonl", "link.jsonl", {}, "the output .*link.jsonl must not be the input itself"),
         ("in.jsonl", "no/out", {}, "the output's folder .*no must exist"),
-        ("in.jsonl", ".", {}, "cannot write the output .*: Is a directory"),
+        ("in.jsonl", ".", {}, "cannot write the output .*: it is a directory"),
+        ("in.jsonl", "out", {"event_log": "in.jsonl"}, "the event log in.jsonl must not be the in"),
+        ("in.jsonl", "out", {"event_log": "no/log"}, "the event log no/log must be a file in a"),
         ("in.jsonl", "out", {"page_size": 24}, "`page_size` must be a power of two, 1 to 256"),
         ("in.jsonl", "out", {"memory_utilization": 2.0}, "`memory_utilization` must be a number"),
         ("in.jsonl", "out", {"max_num_seqs": 0}, "`max_num_seqs` must be an integer in"),
@@ -172,7 +180,7 @@ def test_what_stops_the_start_is_said_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(requests.parent)
-    monkeypatch.setattr(program, "_load", never_load)
+    monkeypatch.setattr(loading, "load", never_load)
     (requests.parent / "link.jsonl").symlink_to(requests)
     before = requests.read_bytes()
     assert main(source, output, model="m", options=options) == 2
@@ -232,57 +240,80 @@ def test_model_that_cannot_be_loaded_stops_the_start(
 
     monkeypatch.setitem(sys.modules, "pagedjax.llm", type(sys)("pagedjax.llm"))
     monkeypatch.setattr(sys.modules["pagedjax.llm"], "LLM", Broken, raising=False)
+    monkeypatch.setattr(loading, "identify", lambda model: {"name": model, "identity": model})
     out = tmp_path / "out.jsonl"
     if old is not None:
         out.write_text(old)
-    assert main(str(requests), str(out), model="m", options={}) == 2
+    assert main(str(requests), str(out), model="m", options={}, overwrite=True) == 2
     _loading, shown, *rest = capsys.readouterr().err.splitlines()
     assert re.search("^serve_batch: .*" + message, shown)
     assert not rest
     assert (out.read_text() if out.exists() else None) == old, "earlier answers are kept"
-
-
-def test_earlier_answers_are_replaced_once_the_model_is_there(
-    requests: Path, tmp_path: Path, loaded: list[Any]
-) -> None:
-    out = tmp_path / "out.jsonl"
-    out.write_text("an old answer, longer than the new ones will be\n" * 99)
-    assert main(str(requests), str(out), model="m", options={}) == 0
-    assert len(rows(out)) == 2
+    assert set(os.listdir(tmp_path)) <= {"in.jsonl", "out.jsonl"}
 
 
 # ---------------------------------------------------------------------------- interrupts, progress
 
 
-def test_ctrl_c_ends_after_the_step_with_130(
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_after_the_step_and_the_same_command_continues(
+    number: signal.Signals,
     requests: Path,
     tmp_path: Path,
+    loaded: list[Any],
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     llm = FakeLLM()
     step = llm.engine.step
 
     def interrupted_step() -> Any:
         if len(llm.engine.running) == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         return step()
 
     monkeypatch.setattr(llm.engine, "step", interrupted_step)
-    monkeypatch.setattr(program, "_load", lambda model, options: llm)
+    monkeypatch.setattr(loading, "load", lambda model, options: llm)
     requests.write_text('{"prompt": "a"}\n{"prompt": "abcdef"}\n')
     out = tmp_path / "out.jsonl"
-    before = signal.getsignal(signal.SIGINT)
-    assert main(str(requests), str(out), model="m", options={}) == 130
-    assert signal.getsignal(signal.SIGINT) is before
-    assert [row["custom_id"] for row in rows(out)] == ["line-1"]
-    assert f"interrupted; the answers so far are in {out}" in capsys.readouterr().err
+    before = signal.getsignal(number)
+    assert main(str(requests), str(out), model="m", options={}) == 75
+    assert signal.getsignal(number) is before
+    assert not out.exists()
+    assert [row["custom_id"] for row in rows(tmp_path / "out.jsonl.partial")] == ["line-1"]
+    shown = capfd.readouterr().err
+    assert "stopping after this step; a second signal stops at once" in shown
+    assert f"The answers so far are in {out}.partial; run the same command again" in shown
     assert not llm.engine.running
+    monkeypatch.setattr(loading, "load", lambda model, options: FakeLLM())
+    assert main(str(requests), str(out), model="m", options={}) == 0
+    assert [row["custom_id"] for row in rows(out)] == ["line-1", "line-2"]
+    assert "1 answered, 0 failed; 1 were done before" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("ctrl_c")
+def test_signal_without_a_file_leaves_nothing_to_continue(
+    requests: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = FakeLLM()
+    step = llm.engine.step
+
+    def interrupted_step() -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted_step)
+    monkeypatch.setattr(loading, "load", lambda model, options: llm)
+    assert main(str(requests), None, model="m", options={}) == 130
+    assert "interrupted; the answers so far are in standard output" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_second_ctrl_c_ends_at_once(
     requests: Path,
     tmp_path: Path,
+    loaded: list[Any],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -294,23 +325,30 @@ def test_second_ctrl_c_ends_at_once(
         raise AssertionError("the second signal went by")
 
     monkeypatch.setattr(llm.engine, "step", stuck_step)
-    monkeypatch.setattr(program, "_load", lambda model, options: llm)
-    assert main(str(requests), str(tmp_path / "out"), model="m", options={}) == 130
-    assert "interrupted; the answers so far" in capsys.readouterr().err
+    monkeypatch.setattr(loading, "load", lambda model, options: llm)
+    assert main(str(requests), str(tmp_path / "out"), model="m", options={}) == 75
+    assert "interrupted. The answers so far" in capsys.readouterr().err
 
 
-def test_ctrl_c_while_loading(
-    requests: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize(("name", "status"), [("out", 75), (None, 130)])
+def test_signal_while_loading_is_not_kept(
+    name: str | None,
+    status: int,
+    requests: Path,
+    loaded: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def load(model: str, options: Any) -> Any:
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal went by")
 
-    monkeypatch.setattr(program, "_load", load)
-    out = requests.parent / "out"
-    assert main(str(requests), str(out), model="m", options={}) == 130
-    shown = capsys.readouterr().err
-    assert shown.endswith("serve_batch: interrupted before the first line was read\n")
-    assert not out.exists()
+    monkeypatch.setattr(loading, "load", load)
+    out = None if name is None else str(requests.parent / name)
+    assert main(str(requests), out, model="m", options={}) == status
+    assert "serve_batch: interrupted before the first line was answered" in capsys.readouterr().err
+    assert sorted(os.listdir(requests.parent)) == ["in.jsonl"], "nothing is left behind"
 
 
 def test_progress_lines_where_there_is_no_terminal(
@@ -319,17 +357,9 @@ def test_progress_lines_where_there_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(program, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     assert main(str(requests), None, model="m", options={}) == 0
     assert "serve_batch: 2 of 2 lines: 2 answered, 0 failed" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("text", "count"), [("", 0), ("a", 1), ("a\n", 1), ("a\nb", 2)])
-def test_lines_are_counted_whole(tmp_path: Path, text: str, count: int) -> None:
-    (tmp_path / "in").write_text(text)
-    with (tmp_path / "in").open("rb") as file:
-        assert program._count_lines(file) == count
-        assert file.read().decode() == text, "reading starts at the beginning"
 
 
 def test_input_may_be_a_pipe(tmp_path: Path, loaded: list[Any], requests: Path) -> None:
@@ -414,10 +444,18 @@ def test_every_engine_option_has_an_argument() -> None:
     assert options <= {action.dest for action in actions}
 
 
+def test_every_job_option_has_an_argument() -> None:
+    script = load_script()
+    names = {field.name for field in fields(JobOptions)}
+    assert names == set(script.JOB_OPTIONS)
+    assert names <= {action.dest for action in script.parser()._actions}
+
+
 def test_help_is_complete() -> None:
     result = run_script("--help")
     assert result.returncode == 0
-    for word in ("--model", "--gpu-memory-utilization", "exit status", "custom_id", "example"):
+    for word in ("--model", "--gpu-memory-utilization", "exit status", "custom_id", "example",
+                 "OUT.partial", "OUT.manifest.json", "75 interrupted"):  # fmt: skip
         assert word in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 100
 
@@ -501,7 +539,7 @@ def test_model_files_that_are_no_model_stop_the_start(
     out = tmp_path / "out.jsonl"
     assert main(str(requests), str(out), model=str(model), options={}) == 2
     shown = capsys.readouterr().err
-    assert "\nserve_batch: error: " in shown
+    assert "serve_batch: error: " in shown
     assert "model.gguf" in shown
     assert "Traceback" not in shown
     assert "cannot load the model" not in shown, "an error that nobody foresaw"

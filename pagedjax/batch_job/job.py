@@ -3,12 +3,11 @@
 Owns their order, how many are in flight, and what becomes of each: an answer, or an error that is
 this line's alone. Knows nothing of files, progress or exit status.
 
-    parse_json -> parse_body -> submit (bounded) -> step ... -> answer -> write (in input order)
+    parse_json -> parse_body -> submit (bounded) -> step ... -> answer -> put
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -19,7 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pagedjax.batch_job.lines import parse_json, refuse, split_line
+from pagedjax.batch_job.answers import Answers
+from pagedjax.batch_job.ids import CustomIds, id_key, number_key
+from pagedjax.batch_job.lines import parse_json, split_line
 from pagedjax.errors import RequestError
 from pagedjax.openai_api import (
     ApiRequest,
@@ -31,9 +32,9 @@ from pagedjax.openai_api import (
 from pagedjax.request import RequestOutput, SamplingParams
 from pagedjax.tokenizer import Tokenizer
 
-MAX_CUSTOM_ID = 512  # characters
-MAX_WAITING_CHARS = 64 * 2**20  # of answers that wait for an earlier line's
 DEFAULT_IN_FLIGHT = 1024  # sequences in the engine at once
+LINES_PER_REPORT = 1000  # of lines that were answered before, or cannot be
+CREATED = 0  # seconds since 1970 in every answer: the same job gives the same bytes, whenever
 INTERNAL_ERROR = "internal error while handling this line; the log has more"
 
 # Breaks a line for some reader, or cannot be written as UTF-8: then the line is written in ASCII.
@@ -115,21 +116,34 @@ class Summary:
     blank: int = 0  # lines that ask nothing and get no answer
     answered: int = 0
     failed: int = 0
-    prompt_tokens: int = 0
+    answered_before: int = 0  # by earlier runs of the same job
+    failed_before: int = 0
+    prompt_tokens: int = 0  # of answers of this run
     output_tokens: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of this run
     interrupted: bool = False
 
     @property
     def num_lines(self) -> int:
         """Lines of the input that are done with."""
-        return self.blank + self.answered + self.failed
+        return self.blank + self.num_before + self.answered + self.failed
+
+    @property
+    def num_before(self) -> int:
+        """Lines that earlier runs answered."""
+        return self.answered_before + self.failed_before
+
+    @property
+    def any_failed(self) -> bool:
+        """True when the output holds an error line."""
+        return bool(self.failed + self.failed_before)
 
     def __str__(self) -> str:
         rate = self.output_tokens / self.seconds if self.seconds else 0.0
+        before = f"; {self.num_before} were done before" if self.num_before else ""
         return (
-            f"{self.answered} answered, {self.failed} failed; {self.prompt_tokens} tokens in, "
-            f"{self.output_tokens} out, in {self.seconds:.1f} s ({rate:.1f} tokens/s out)"
+            f"{self.answered} answered, {self.failed} failed{before}; {self.prompt_tokens} tokens "
+            f"in, {self.output_tokens} out, in {self.seconds:.1f} s ({rate:.1f} tokens/s out)"
         )
 
 
@@ -145,56 +159,59 @@ class Line:
 
     def __post_init__(self) -> None:
         """A line without an id is known by its number."""
-        self.key = _digest(f"line\0{self.number}")
+        self.key = number_key(self.number)
 
     def identify(self, custom_id: str) -> None:
         """Takes the id, on which the key depends from now on."""
         self.custom_id = custom_id
-        self.key = _digest(f"id\0{custom_id}")
+        self.key = id_key(custom_id)
 
 
 def run_batch(
     llm: Model,
     lines: Iterable[bytes],
-    write: Callable[[str], None],
+    answers: Answers,
     *,
     max_in_flight: int = DEFAULT_IN_FLIGHT,
     request_timeout: float | None = None,
+    before: Summary | None = None,
     on_progress: Callable[[Summary], None] = lambda summary: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Summary:
-    """Answers every line that is not blank with one line, in the order of the input.
+    """Answers every line that is not blank, and was not answered in an earlier run, with one line.
 
     Args:
       lines: of the input, read as they are needed.
-      write: takes one whole output line, its newline included.
-      max_in_flight: sequences in the engine at once; with the answers that wait for an earlier
-        line's (at most 64 Mi characters) they are all that is held in memory.
+      answers: takes them.
+      max_in_flight: sequences in the engine at once; with what waits in `answers` they are all
+        that is held in memory, beside 16 bytes of hash for each line.
       request_timeout: seconds that a prompt may take in the engine, where its body gives no
         `timeout`; a line with one that takes longer gets an error of code "timeout".
-      on_progress: called after every step with the counts so far.
+      before: with the lines of earlier runs; it is counted on, and returned.
+      on_progress: called after every step, and now and then between lines that need none, with
+        the counts so far.
       should_stop: asked after every step; True ends the job, with the answers that there are.
 
-    Whatever the engine, `lines` or `write` raises is raised on, after the answers that are ready
-    were written.
+    Whatever the engine, `lines` or `answers` raises is raised on, after the answers that are ready
+    were handed over.
     """
-    job = BatchJob(
-        llm,
-        write,
-        max_in_flight=max_in_flight,
-        created=int(time.time()),
-        request_timeout=request_timeout,
-    )
+    job = BatchJob(llm, answers, max_in_flight=max_in_flight, request_timeout=request_timeout)
+    job.summary = before or job.summary
     started = time.monotonic()
+
+    def report() -> None:
+        job.summary.seconds = time.monotonic() - started
+        on_progress(job.summary)
 
     def advance() -> None:
         job.step()
-        job.summary.seconds = time.monotonic() - started
-        on_progress(job.summary)
+        report()
 
     try:
         for number, raw in enumerate(lines, 1):
             job.accept(number, raw)
+            if number % LINES_PER_REPORT == 0:
+                report()
             while job.is_full and not should_stop():
                 advance()
             if should_stop():
@@ -203,15 +220,27 @@ def run_batch(
         while job.is_busy and not should_stop():
             advance()
     except BaseException:
-        job.abandon()
+        answers.close()
         raise
     if job.is_busy:
         job.summary.interrupted = True
-    job.abandon()
+    answers.close()
     job.abort()
-    job.summary.seconds = time.monotonic() - started
-    on_progress(job.summary)
+    report()
     return job.summary
+
+
+def all_answered(lines: Iterable[bytes], answers: Answers) -> bool:
+    """Whether earlier runs answered every line, so that no model is needed."""
+    ids = CustomIds()
+    for number, raw in enumerate(lines, 1):
+        raw = _without_mark(raw)
+        if raw.strip():
+            line = Line(number)
+            _identify(line, raw, ids)
+            if answers.expect(number, line.key):
+                return False
+    return True
 
 
 class BatchJob:
@@ -220,22 +249,21 @@ class BatchJob:
     def __init__(
         self,
         llm: Model,
-        write: Callable[[str], None],
+        answers: Answers,
         *,
         max_in_flight: int,
-        created: int,
         request_timeout: float | None = None,
     ) -> None:
         self.summary = Summary()
         self._llm = llm
         self._max_in_flight = max_in_flight
-        self._created = created
         self._request_timeout = request_timeout
         self._ids = CustomIds()
         self._waiting: OrderedDict[str, str | list[int]] = OrderedDict()  # not in the engine yet
         self._running: dict[str, tuple[Line, int]] = {}  # request id -> line, index of the prompt
         self._num_sequences = 0
-        self._output = InputOrder(write)
+        self._ready: deque[tuple[int, str]] = deque()  # answers: number of the line, text
+        self._answers = answers
 
     @property
     def is_busy(self) -> bool:
@@ -246,24 +274,27 @@ class BatchJob:
     def is_full(self) -> bool:
         """True when another line has to wait, for the engine or for an earlier line's answer."""
         return self.is_busy and (
-            self._num_sequences >= self._max_in_flight
-            or self._output.num_chars >= MAX_WAITING_CHARS
+            self._num_sequences >= self._max_in_flight or self._answers.is_full
         )
 
     def accept(self, number: int, raw: bytes) -> None:
         """Takes a line of the input: puts it into the engine, or answers it with its error."""
-        raw = raw.removeprefix(b"\xef\xbb\xbf")
+        raw = _without_mark(raw)
         if not raw.strip():
             self.summary.blank += 1
             return
         line = Line(number)
-        self._output.expect(number)
+        document, trouble = _identify(line, raw, self._ids)
+        if not self._answers.expect(number, line.key):
+            return
         with self._boundary(line):
-            self._parse(line, raw)
+            if trouble is not None:
+                raise trouble
+            self._parse(line, document)
             self._submit(line)
         # Outside the boundary: trouble with the output is not the fault of a line.
         self._feed()
-        self._output.write_ready()
+        self._hand_over()
 
     def step(self) -> None:
         """Runs one step of the engine and answers the lines that ended in it."""
@@ -273,11 +304,8 @@ class BatchJob:
                 with self._boundary(line):
                     self._collect(line, index, output)
         self._feed()
-        self._output.write_ready()
-
-    def abandon(self) -> None:
-        """Writes the answers there are, in order, and leaves out the lines without one."""
-        self._output.write_rest()
+        self._hand_over()
+        self._answers.tick()
 
     def abort(self) -> None:
         """Cancels what is running."""
@@ -287,6 +315,10 @@ class BatchJob:
             self._forget(request_id)
             self._llm.engine.abort(request_id)
         self._llm.engine.step()  # hands over what was cancelled, so that the engine forgets it
+
+    def _hand_over(self) -> None:
+        while self._ready:
+            self._answers.put(*self._ready.popleft())
 
     @contextmanager
     def _boundary(self, line: Line) -> Iterator[None]:
@@ -299,9 +331,7 @@ class BatchJob:
             logger.exception("line %d failed", line.number)
             self._fail(line, 500, INTERNAL_ERROR, "internal_error")
 
-    def _parse(self, line: Line, raw: bytes) -> None:
-        document = parse_json(raw)
-        self._ids.identify(line, document)
+    def _parse(self, line: Line, document: Json) -> None:
         endpoint, body = split_line(document)
         line.request = parse_body(endpoint, body, self._llm.default_params)
 
@@ -358,10 +388,11 @@ class BatchJob:
             request,
             outputs,
             response_id=line.key,
-            created=self._created,
+            created=CREATED,
             model=self._llm.model_name,
             tokenizer=self._llm.tokenizer,
         )
+        del body["usage"]["prompt_tokens_details"]  # a run that was interrupted finds other pages
         self._answer(line, 200, body, None)
         self.summary.answered += 1
         self.summary.prompt_tokens += body["usage"]["prompt_tokens"]
@@ -391,7 +422,7 @@ class BatchJob:
         return True
 
     def _answer(self, line: Line, status: int, body: Json, error: Json | None) -> None:
-        """Makes the output line, which is written when its turn comes."""
+        """Makes the output line."""
         response = {"status_code": status, "request_id": f"req_{line.key}", "body": body}
         text = _dump({
             "id": f"batch_req_{line.key}",
@@ -399,78 +430,22 @@ class BatchJob:
             "response": response,
             "error": error,
         })  # fmt: skip
-        self._output.put(line.number, text)
+        self._ready.append((line.number, text))
 
 
-class CustomIds:
-    """The ids of the lines so far; each is given once."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, int] = {}  # key of each custom_id -> the line that has it
-
-    def identify(self, line: Line, document: Json) -> None:
-        """Gives a line its own custom_id, or one after its number where the form needs none."""
-        given = document.get("custom_id")
-        if given is None and not document.keys() & {"method", "url", "body"}:
-            line.identify(self._free_id(line.number))
-        elif not isinstance(given, str) or not 0 < len(given) <= MAX_CUSTOM_ID:
-            refuse(
-                f"`custom_id` must be a string of 1 to {MAX_CUSTOM_ID} characters.",
-                param="custom_id",
-            )
-        else:
-            first = self._seen.get(_digest(f"id\0{given}"))
-            if first is not None:  # the answer of that line keeps the id to itself
-                shown = json.dumps(given[:64])
-                refuse(
-                    f"`custom_id` must be unique. Got {shown}, which line {first} has.",
-                    "duplicate_custom_id",
-                    "custom_id",
-                )
-            line.identify(given)
-        self._seen[line.key] = line.number
-
-    def _free_id(self, number: int) -> str:
-        custom_id, tries = f"line-{number}", 1
-        while _digest(f"id\0{custom_id}") in self._seen:
-            tries += 1
-            custom_id = f"line-{number}-{tries}"
-        return custom_id
+def _without_mark(raw: bytes) -> bytes:
+    """Without the byte order mark that some editors begin a file with."""
+    return raw.removeprefix(b"\xef\xbb\xbf")
 
 
-class InputOrder:
-    """Output lines that wait until all earlier ones are written."""
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self.num_chars = 0  # of the lines that wait
-        self._write = write
-        self._order: deque[int] = deque()  # numbers of the lines not written yet
-        self._ready: dict[int, str] = {}  # those of them that are there
-
-    def expect(self, number: int) -> None:
-        """A line of this number will come, after those that are expected already."""
-        self._order.append(number)
-
-    def put(self, number: int, text: str) -> None:
-        """Takes a line; it is written by `write_ready`, when its turn has come."""
-        self._ready[number] = text
-        self.num_chars += len(text)
-
-    def write_ready(self) -> None:
-        """Writes all lines whose turn has come."""
-        while self._order and self._order[0] in self._ready:
-            text = self._ready.pop(self._order.popleft())
-            self.num_chars -= len(text)
-            try:
-                self._write(text)
-            except BaseException:
-                self._order.clear()  # this line may be torn: nothing may follow it
-                raise
-
-    def write_rest(self) -> None:
-        """Writes the lines that are there, in order; the others will not come."""
-        self._order = deque(number for number in self._order if number in self._ready)
-        self.write_ready()
+def _identify(line: Line, raw: bytes, ids: CustomIds) -> tuple[Json, Exception | None]:
+    """The document, and what stops this line already; its key is known in any case."""
+    try:
+        document = parse_json(raw)
+        line.identify(ids.take(line.number, document))
+        return document, None
+    except Exception as error:
+        return {}, error
 
 
 def _dump(document: Json) -> str:
@@ -484,7 +459,3 @@ def _label(line: Line, request_id: str) -> str | None:
     """What people call a prompt: its line's id, and its number where there are several."""
     index = request_id.rpartition("-")[2]
     return line.custom_id if len(line.outputs) == 1 else f"{line.custom_id}[{index}]"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -1,45 +1,88 @@
-"""The program around a batch job: files, progress, messages and the exit status.
+"""The program around a batch job: what happens in which order, messages and the exit status.
 
-Owns what is checked before the model is loaded, because loading takes long, and every sentence that
-the program says. Knows nothing of lines or of the engine's inside.
+Owns what is checked before the model is loaded, because loading takes long. Knows nothing of lines
+or of the engine's inside.
 
-Exit status: 0 all lines answered, 2 not started, 3 some lines got an error, 70 the engine or a file
-failed in between, 130 interrupted. An input without lines is answered completely: 0.
+Exit status: 0 all lines answered; 2 nothing started; 3 done, and some lines got an error; 75
+interrupted, or a file could not be written: the same command continues; 70 the engine failed: the
+same command continues too; 130 interrupted without a file to continue. An input without lines is
+answered completely: 0.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import signal
-import stat
-import sys
-import threading
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from types import FrameType
-from typing import Any, BinaryIO
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from tqdm import tqdm
-
-from pagedjax.batch_job.job import Summary, run_batch
-from pagedjax.batch_job.lines import read_lines
+from pagedjax.batch_job import loading, manifest
+from pagedjax.batch_job.answers import Answers
+from pagedjax.batch_job.errors import CannotStart
+from pagedjax.batch_job.job import Summary, all_answered, run_batch
+from pagedjax.batch_job.meter import duration
+from pagedjax.batch_job.output import FileOutput, Stage, StreamOutput, is_stream, manifest_of
+from pagedjax.batch_job.precheck import Precheck, check_lines
+from pagedjax.batch_job.progress import Progress, log_to_stderr, say, stats_file
+from pagedjax.batch_job.source import Source, open_source
 from pagedjax.config import EngineConfig
 from pagedjax.errors import PagedJaxError
 from pagedjax.intake import MAX_TIMEOUT
+from pagedjax.interrupts import DeferredInterrupt
 
-OK, NOT_STARTED, SOME_FAILED, BROKEN_OFF, INTERRUPTED = 0, 2, 3, 70, 130  # exit status
+# Exit status. 75 is EX_TEMPFAIL of sysexits.h: run it again.
+OK, NOT_STARTED, SOME_FAILED, BROKEN_OFF, RESUMABLE, INTERRUPTED = 0, 2, 3, 70, 75, 130
 QUEUE_DEPTH = 4  # x max_num_seqs in the engine: enough waiting ones that no slot is left empty
-PROGRESS_SECONDS = 10.0  # between progress lines where there is no terminal
+STOPPING = b"\nserve_batch: stopping after this step; a second signal stops at once\n"
 
 logger = logging.getLogger("pagedjax")
 
 
-class CannotStart(Exception):
-    """Something is wrong before the first line was read; the text is for the user."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """How a job runs; nothing here changes an answer, but for `request_timeout`.
+
+    Attributes:
+      request_timeout: see `run_batch`.
+      max_inflight: sequences in the engine at once; None: four times what a step holds.
+      ordered: the output is in the order of the input, and not as answers come.
+      overwrite: what another job left under the output's name is removed.
+      on_bad_line: what a bad line is: an "error-record" in the output, or a reason to "abort"
+        before anything runs.
+      check: only say what would run.
+      rate: output tokens a second, for the estimate of time.
+      stats: name of a file that gets figures as JSON lines.
+      page_map: draw the page pool, on a terminal.
+    """
+
+    request_timeout: float | None = None
+    max_inflight: int | None = None
+    ordered: bool = False
+    overwrite: bool = False
+    on_bad_line: Literal["error-record", "abort"] = "error-record"
+    check: bool = False
+    rate: float | None = None
+    stats: str | None = None
+    page_map: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises `CannotStart` for what makes no sense."""
+        timeout = self.request_timeout
+        if timeout is not None and not 0.0 < timeout <= MAX_TIMEOUT:
+            raise CannotStart(
+                f"--request-timeout must be seconds in (0, {MAX_TIMEOUT:g}]. Got {timeout:g}."
+            )
+        if self.max_inflight is not None and self.max_inflight < 1:
+            raise CannotStart(f"--max-inflight must be at least 1. Got {self.max_inflight}.")
+        if self.rate is not None and not 0.0 < self.rate < 1e12:
+            raise CannotStart(f"--rate must be tokens a second, more than 0. Got {self.rate:g}.")
+        if self.on_bad_line not in ("error-record", "abort"):
+            raise CannotStart(
+                f"--on-bad-line must be error-record or abort. Got {self.on_bad_line}."
+            )
 
 
 def main(
@@ -48,181 +91,244 @@ def main(
     *,
     model: str,
     options: Mapping[str, Any],
-    request_timeout: float | None = None,
+    **how: Any,
 ) -> int:
     """Answers a file of requests; returns the exit status.
 
     Args:
+      input_path: a file, or "-" for standard input.
       output_path: None: standard output. Messages and progress go to standard error always.
       model: what `LLM` takes.
       options: of the engine, see `pagedjax.config.EngineConfig`.
-      request_timeout: see `run_batch`.
+      how: see `JobOptions`.
     """
-    with ExitStack() as stack:
+    signals = DeferredInterrupt(signal.SIGINT, signal.SIGTERM, defers=False, notice=STOPPING)
+    with signals, ExitStack() as stack:
+        stack.enter_context(log_to_stderr())
         try:
-            EngineConfig.from_options(options)
-            _check_timeout(request_timeout)
-            source = stack.enter_context(_open_input(input_path))
-            output = stack.enter_context(_Output(input_path, output_path))
-            _check_event_log(options.get("event_log"), input_path, output_path)
-            stack.enter_context(_log_to_stderr())
-            if os.fstat(source.fileno()).st_size == 0 and _is_regular(source):
-                output.start()
-                _say(f"{input_path} is empty: nothing to answer")
-                return OK
-            _say(f"loading {model}; the first time here, compiling takes a while")
-            llm = _load(model, options)
-            output.start()
+            program = Program(model, options, JobOptions(**how), signals, stack)
+            return program.run(input_path, output_path)
         except (CannotStart, PagedJaxError) as error:
-            _say(f"error: {error}")
+            say(f"error: {error}")
             return NOT_STARTED
         except KeyboardInterrupt:
-            _say("interrupted before the first line was read")
-            return INTERRUPTED
-        return _answer(llm, source, output, request_timeout)
+            say("interrupted before the first line was answered; the same command starts again")
+            return INTERRUPTED if is_stream(output_path) else RESUMABLE
+        finally:
+            signals.clear()
 
 
-def _check_timeout(seconds: float | None) -> None:
-    if seconds is not None and not 0.0 < seconds <= MAX_TIMEOUT:
-        raise CannotStart(
-            f"--request-timeout must be seconds in (0, {MAX_TIMEOUT:g}]. Got {seconds:g}."
-        )
+class Program:
+    """One call of `main`."""
 
+    def __init__(
+        self,
+        model: str,
+        options: Mapping[str, Any],
+        how: JobOptions,
+        signals: DeferredInterrupt,
+        stack: ExitStack,
+    ) -> None:
+        self._model, self._options, self.how = model, options, how
+        self._config = EngineConfig.from_options(options)
+        self._signals, self._stack = signals, stack
 
-def _answer(llm: Any, source: BinaryIO, output: _Output, request_timeout: float | None) -> int:
-    try:
-        with _Progress(_count_lines(source)) as progress, _interrupt_flag() as flag:
-            summary = run_batch(
-                llm,
-                read_lines(source),
-                output.write,
-                max_in_flight=QUEUE_DEPTH * llm.report.max_num_seqs,
-                request_timeout=request_timeout,
-                on_progress=progress,
-                should_stop=flag.is_set,
-            )
-    except KeyboardInterrupt:
-        _say(f"interrupted; the answers so far are in {output.name}")
-        return INTERRUPTED
-    except OSError as error:
-        _say(f"error: {error.strerror or error}; the answers so far are in {output.name}")
-        return BROKEN_OFF
-    except Exception as error:
-        logger.exception("the engine failed")
-        _say(f"error: the engine failed ({error}); the answers so far are in {output.name}")
-        return BROKEN_OFF
-    _say(str(summary))
-    if summary.interrupted:
-        _say(f"interrupted; the answers so far are in {output.name}")
-        return INTERRUPTED
-    return SOME_FAILED if summary.failed else OK
+    def run(self, input_path: str, output_path: str | None) -> int:
+        """Does what was asked; returns the exit status."""
+        source = open_source(input_path, self._stack)
+        _check_event_log(self._config.event_log, input_path, output_path)
+        if self.how.check:
+            return self._check(source, output_path)
+        if is_stream(output_path):
+            return self._to_stream(source, StreamOutput(output_path, self._stack))
+        assert output_path is not None, "standard output is a stream"
+        output = FileOutput(output_path, input_path, self._stack)
+        return self._to_file(source, output)
 
+    # ------------------------------------------------------------------------------ three jobs
 
-def _load(model: str, options: Mapping[str, Any]) -> Any:
-    """Loads and compiles; whatever stops it becomes one message."""
-    try:
-        # Here and not at the top: JAX takes seconds to import, and what is wrong with a path or
-        # an option is said before.
-        from pagedjax.llm import LLM
+    def _check(self, source: Source, output_path: str | None) -> int:
+        """Says what would run, and how long that takes."""
+        text = loading.read_text(self._model, self._options)
+        found = check_lines(source.lines(), text)
+        for line in found.lines():
+            say(line)
+        say(found.sentence())
+        rate, where = self.how.rate, "--rate"
+        if rate is None and output_path is not None:
+            rate, where = _rate_of(output_path), "this output's last run"
+        if rate is None:
+            say("no estimate of time: give --rate N, output tokens a second, or run a part first")
+        else:
+            # Prompts cost little beside answers, and most answers end before their limit.
+            longest = duration(found.max_new_tokens / rate)
+            say(f"at most about {longest}, at {rate:.0f} output tokens/s ({where})")
+        return SOME_FAILED if found.num_bad else OK
 
-        return LLM(model, **options)
-    except PagedJaxError:
-        raise
-    except OSError as error:
-        raise CannotStart(f"cannot read the model {model!r}: {error}") from error
-    except ImportError as error:
-        raise CannotStart(
-            f"cannot load the model {model!r}: {error}. Install what is missing (scripts/demo "
-            "installs everything into .venv)."
-        ) from error
-    except Exception as error:
-        raise CannotStart(_unexpected(model, error)) from error
-
-
-def _unexpected(model: str, error: Exception) -> str:
-    text = " ".join(str(error).split())[:500]
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
-        return (
-            f"out of memory while loading the model {model!r}: {text}. Lower "
-            "--gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs, or free memory."
-        )
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    where = "" if frame is None else f" ({Path(frame.tb_frame.f_code.co_filename).name}, line "
-    where += "" if frame is None else f"{frame.tb_lineno})"
-    return f"cannot load the model {model!r}: {type(error).__name__}: {text}{where}"
-
-
-# ------------------------------------------------------------------------------------------ files
-
-
-@contextmanager
-def _open_input(path: str) -> Iterator[BinaryIO]:
-    _refuse_url(path, "the input")
-    try:
-        if os.path.isdir(path):
-            raise CannotStart(f"the input {path} must be a file of JSON lines. Got a directory.")
-        file = open(path, "rb")  # noqa: SIM115 (this block is for its errors only)
-    except OSError as error:
-        raise CannotStart(f"cannot read the input {path}: {error.strerror}") from error
-    with file:
-        yield file
-
-
-class _Output:
-    """The file of answers. It keeps what it holds until `start`, so that a job that cannot start
-    destroys nothing."""
-
-    def __init__(self, input_path: str, path: str | None) -> None:
-        self.name = "standard output" if path is None else path
-        self._path = path
-        self._is_new = path is not None and not os.path.lexists(path)
-        self._file: BinaryIO = sys.stdout.buffer if path is None else _open_output(input_path, path)
-        self._started = False
-
-    def __enter__(self) -> _Output:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._path is None:
-            return
-        self._file.close()
-        if self._is_new and not self._started:
-            os.unlink(self._path)
-
-    def start(self) -> None:
-        """Empties the file: answers come now."""
-        if self._path is not None and _is_regular(self._file):
-            self._file.truncate(0)
-        self._started = True
-
-    def write(self, line: str) -> None:
-        """Writes one whole line, at once."""
-        rest = memoryview(line.encode("utf-8"))
+    def _to_stream(self, source: Source, output: StreamOutput) -> int:
+        """Answers once, with nothing to continue from."""
+        num_lines = None
+        if source.is_regular:
+            num_lines = source.measure()["lines"]
+            if num_lines == 0:
+                say(f"{source.name} is empty: nothing to answer")
+                return OK
+            self.report_bad(check_lines(source.lines()))
+        llm = self.load()
+        answers = output.answers(ordered=self.how.ordered)
+        summary = Summary()
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-            self._file.flush()
+            self.answer(llm, source, answers, num_lines, summary)
+        except KeyboardInterrupt:
+            summary.interrupted = True
         except OSError as error:
-            if self._path is None:
-                # Python would try again to write, and complain, when it closes the stream.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            message = f"cannot write to {self.name}: {error.strerror}"
-            raise OSError(error.errno or errno.EIO, message) from error
+            say(f"error: {error.strerror or error}; the answers so far are in {output.name}")
+            return BROKEN_OFF
+        except Exception as error:
+            return self.engine_failed(error, f"the answers so far are in {output.name}")
+        say(str(summary))
+        if summary.interrupted:
+            say(f"interrupted; the answers so far are in {output.name}")
+            return INTERRUPTED
+        return SOME_FAILED if summary.any_failed else OK
+
+    def _to_file(self, source: Source, output: FileOutput) -> int:
+        """Answers what earlier runs did not."""
+        if not source.is_regular:
+            source = output.keep_pipe(source, self._stack)
+        job = manifest.Manifest(
+            input=source.measure(),
+            model={"name": self._model, "identity": None},
+            parameters=manifest.parameters(self._config, self.how.request_timeout),
+        )
+        output.stage(job, overwrite=self.how.overwrite)  # cheap reasons to refuse come first
+        if job.input["lines"]:
+            job = replace(job, model=loading.identify(self._model))
+        stage = output.stage(job, overwrite=self.how.overwrite)
+        if stage is Stage.DONE:
+            before = output.last_run
+            say(
+                f"{output.path} is complete: {before.answered_before} answered, "
+                f"{before.failed_before} failed; --overwrite would answer all anew"
+            )
+            return SOME_FAILED if before.any_failed else OK
+        return _FileJob(self, source, output).run(stage, job)
+
+    # ----------------------------------------------------------------------------------- parts
+
+    def report_bad(self, found: Precheck) -> None:
+        """Shows bad lines; raises `CannotStart` where one is enough to stop."""
+        for line in found.lines():
+            say(line)
+        if found.num_bad and self.how.on_bad_line == "abort":
+            raise CannotStart(f"{found.num_bad} lines are bad, and --on-bad-line is abort.")
+        if found.num_bad:
+            say(f"{found.num_bad} bad lines will be error lines")
+
+    def load(self) -> Any:
+        """The model, ready."""
+        say(f"loading {self._model}; the first time here, compiling takes a while")
+        return loading.load(self._model, self._options)
+
+    def answer(
+        self, llm: Any, source: Source, answers: Answers, num_lines: int | None, summary: Summary
+    ) -> None:
+        """Runs the job; counts in `summary`, which begins with what earlier runs did."""
+        max_in_flight = self.how.max_inflight or QUEUE_DEPTH * llm.report.max_num_seqs
+        with (
+            stats_file(self.how.stats) as stats,
+            Progress(
+                llm.engine.scheduler,
+                num_lines,
+                num_before=summary.num_before,
+                stats=stats,
+                shows_pages=self.how.page_map,
+            ) as progress,
+        ):
+            self._signals.defer()
+            run_batch(
+                llm,
+                source.lines(),
+                answers,
+                max_in_flight=max_in_flight,
+                request_timeout=self.how.request_timeout,
+                before=summary,
+                on_progress=progress,
+                should_stop=lambda: self._signals.is_pending,
+            )
+            progress.finish(summary)
+
+    def engine_failed(self, error: Exception, then: str) -> int:
+        """Says so, and what to do then; returns the exit status."""
+        logger.error("the engine failed", exc_info=error)
+        say(f"error: the engine failed ({error}); {then}")
+        return BROKEN_OFF
 
 
-def _open_output(input_path: str, path: str) -> BinaryIO:
-    _refuse_url(path, "the output")
-    if os.path.exists(path) and os.path.samefile(path, input_path):
-        raise CannotStart(f"the output {path} must not be the input itself: give another name.")
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        raise CannotStart(f"the output's folder {folder} must exist. Make it, or give another one.")
-    try:
-        return open(path, "ab", buffering=0)
-    except OSError as error:
-        raise CannotStart(f"cannot write the output {path}: {error.strerror}") from error
+class _FileJob:
+    """A job whose answers go into a file, and which is not done yet."""
+
+    def __init__(self, program: Program, source: Source, output: FileOutput) -> None:
+        self._program, self._source, self._output = program, source, output
+        self._how = program.how
+
+    def run(self, stage: Stage, job: manifest.Manifest) -> int:
+        program, output = self._program, self._output
+        summary = Summary()
+        if stage is Stage.BEGUN:
+            journal, found = output.resume()
+            summary = Summary(answered_before=found.answered, failed_before=found.failed)
+            self._tell_resumed(summary, found.num_cut)
+            is_done = len(found.places) == output.num_answers and all_answered(
+                self._source.lines(), journal
+            )
+            llm = None if is_done else program.load()
+        else:
+            found = check_lines(self._source.lines())
+            program.report_bad(found)
+            answers = found.requests + found.num_bad
+            llm = program.load() if answers else None
+            journal = output.begin(replace(job, input={**job.input, "answers": answers}))
+        try:
+            return self._finish(llm, journal, summary, job.input["lines"])
+        finally:
+            journal.release()
+
+    def _finish(self, llm: Any, journal: Any, summary: Summary, num_lines: int) -> int:
+        """Answers the rest, and makes the output."""
+        program, output = self._program, self._output
+        try:
+            if llm is not None:
+                program.answer(llm, self._source, journal, num_lines, summary)
+            if summary.interrupted:
+                output.interrupted(summary)
+            elif self._source.has_changed:
+                say(f"error: the input {self._source.name} was written while it was read")
+                return RESUMABLE
+            else:
+                output.publish(journal, summary, ordered=self._how.ordered)
+        except KeyboardInterrupt:
+            summary.interrupted = True
+        except OSError as error:
+            say(f"error: cannot write {output.path}: {error.strerror or error}. {self._then()}")
+            return RESUMABLE
+        except Exception as error:
+            return program.engine_failed(error, self._then())
+        say(str(summary))
+        if summary.interrupted:
+            say(f"interrupted. {self._then()}")
+            return RESUMABLE
+        return SOME_FAILED if summary.any_failed else OK
+
+    def _then(self) -> str:
+        return (
+            f"The answers so far are in {self._output.partial}; "
+            "run the same command again to continue."
+        )
+
+    def _tell_resumed(self, summary: Summary, num_cut: int) -> None:
+        cut = f"; {num_cut} bytes of a torn line were cut" if num_cut else ""
+        say(f"continuing {self._output.path}: {summary.num_before} lines are answered{cut}")
 
 
 def _check_event_log(path: str | None, input_path: str, output_path: str | None) -> None:
@@ -237,99 +343,10 @@ def _check_event_log(path: str | None, input_path: str, output_path: str | None)
         raise CannotStart(f"the event log {path} must be a file in a folder that exists.")
 
 
-def _refuse_url(path: str, what: str) -> None:
-    if path.lower().startswith(("http://", "https://")):
-        raise CannotStart(f"{what} must be a local file. Got the address {path}.")
-
-
-def _is_regular(file: BinaryIO) -> bool:
-    return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-
-
-def _count_lines(file: BinaryIO) -> int | None:
-    """Lines of a file that can be read twice; None for a pipe."""
-    if not _is_regular(file):
+def _rate_of(output_path: str) -> float | None:
+    """Output tokens a second of the last run for this output."""
+    try:
+        old = manifest.read(manifest_of(output_path))
+    except (ValueError, OSError):
         return None
-    count, last = 0, b"\n"
-    while chunk := file.read(2**20):
-        count += chunk.count(b"\n")
-        last = chunk[-1:]
-    file.seek(0)
-    return count + (last != b"\n")
-
-
-# --------------------------------------------------------------------------------------- messages
-
-
-class _Progress:
-    """A bar on a terminal, a line every ten seconds elsewhere; always on standard error."""
-
-    def __init__(self, num_lines: int | None) -> None:
-        self._total = "" if num_lines is None else f" of {num_lines}"
-        is_terminal = sys.stderr.isatty()
-        self._bar = tqdm(total=num_lines, unit="line", disable=not is_terminal, file=sys.stderr)
-        self._next = None if is_terminal else time.monotonic() + PROGRESS_SECONDS
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def __call__(self, summary: Summary) -> None:
-        self._bar.set_postfix_str(f"{summary.failed} failed", refresh=False)
-        self._bar.update(summary.num_lines - self._bar.n)
-        now = time.monotonic()
-        if self._next is not None and now >= self._next:
-            self._next = now + PROGRESS_SECONDS
-            _say(f"{summary.num_lines}{self._total} lines: {summary}")
-
-
-@contextmanager
-def _interrupt_flag() -> Iterator[threading.Event]:
-    """Ctrl-C sets the flag, so that no line is torn; a second one interrupts at once."""
-    flag = threading.Event()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        del number, frame  # what a signal handler is called with
-        if flag.is_set():
-            raise KeyboardInterrupt
-        flag.set()
-        # Not through a buffered stream: the signal may have come in the middle of its work.
-        os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield flag  # only the main thread may handle signals
-        return
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield flag
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-class _BarSafeHandler(logging.Handler):
-    """Log lines that do not tear a progress bar."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Writes a record above the bar."""
-        tqdm.write(self.format(record), file=sys.stderr)
-
-
-@contextmanager
-def _log_to_stderr() -> Iterator[None]:
-    """Shows the start-up report and the periodic line while the program runs."""
-    handler = _BarSafeHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
-def _say(text: str) -> None:
-    tqdm.write(f"serve_batch: {text}", file=sys.stderr)
+    return None if old is None else old.last_run.get("output_tokens_per_s")

@@ -1,0 +1,119 @@
+"""The input: requests from a file or a pipe, plain or packed by gzip, read as often as needed.
+
+Owns where the bytes are and what they amount to. What comes through a pipe is kept in a file beside
+the output, because a job that is continued reads it again.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import stat
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from pagedjax.batch_job import files
+from pagedjax.batch_job.errors import CannotStart
+from pagedjax.batch_job.lines import read_lines
+
+STDIN = "-"
+_CHUNK = 2**20
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+class Source:
+    """The lines of an input."""
+
+    def __init__(self, name: str, raw: BinaryIO) -> None:
+        """Takes an open file; `name` is for messages."""
+        self.name = name
+        self._raw = raw
+        self._stat = os.fstat(raw.fileno())
+        buffered = raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(cast(Any, raw))
+        packed = buffered.peek(2)[:2] == _GZIP_MAGIC
+        self._file: BinaryIO = cast(BinaryIO, gzip.GzipFile(fileobj=buffered)) if packed else raw
+
+    @property
+    def is_regular(self) -> bool:
+        """True where it can be read twice."""
+        return stat.S_ISREG(self._stat.st_mode)
+
+    @property
+    def has_changed(self) -> bool:
+        """True when the file was written since it was opened."""
+        now = os.fstat(self._raw.fileno())
+        return (now.st_size, now.st_mtime_ns) != (self._stat.st_size, self._stat.st_mtime_ns)
+
+    def measure(self) -> dict[str, Any]:
+        """`sha256`, `bytes` and `lines` of all that it holds; raises `CannotStart`."""
+        digest, num_bytes, num_lines, last = hashlib.sha256(), 0, 0, b"\n"
+        self._file.seek(0)
+        for chunk in self.chunks():
+            digest.update(chunk)
+            num_bytes += len(chunk)
+            num_lines += chunk.count(b"\n")
+            last = chunk[-1:]
+        return {
+            "sha256": digest.hexdigest(),
+            "bytes": num_bytes,
+            "lines": num_lines + (last != b"\n"),
+        }
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines, from the first one where that is possible."""
+        if self.is_regular:
+            self._file.seek(0)
+        try:
+            yield from read_lines(self._file)
+        except (EOFError, zlib.error) as error:
+            raise OSError(f"the input {self.name} is damaged: {error}") from error
+
+    def chunks(self) -> Iterator[bytes]:
+        """The bytes from here on, unpacked; raises `CannotStart`."""
+        try:
+            while chunk := self._file.read(_CHUNK):
+                yield chunk
+        except (EOFError, zlib.error, OSError) as error:
+            what = error.strerror if isinstance(error, OSError) else None
+            raise CannotStart(f"cannot read the input {self.name}: {what or error}") from error
+
+
+def open_source(path: str, stack: ExitStack) -> Source:
+    """Opens a file or, for "-", standard input; raises `CannotStart`."""
+    if path == STDIN:
+        return Source("standard input", sys.stdin.buffer)
+    if path.lower().startswith(("http://", "https://")):
+        raise CannotStart(f"the input must be a local file. Got the address {path}.")
+    try:
+        if os.path.isdir(path):
+            raise CannotStart(f"the input {path} must be a file of JSON lines. Got a directory.")
+        return Source(path, stack.enter_context(Path(path).open("rb")))
+    except OSError as error:
+        raise CannotStart(f"cannot read the input {path}: {error.strerror}") from error
+
+
+def spool(source: Source, path: Path, kept: Path, stack: ExitStack) -> Source:
+    """Copies a pipe into a file and opens that; an empty pipe means what came through before.
+
+    Args:
+      path: of the copy, which is removed at the end unless it was renamed.
+      kept: of an earlier run.
+    """
+    stack.callback(files.remove, path)
+    try:
+        with path.open("wb") as file:
+            for chunk in source.chunks():
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+            is_empty = file.tell() == 0
+        chosen = kept if is_empty and kept.exists() else path
+        return Source(source.name, stack.enter_context(chosen.open("rb")))
+    except OSError as error:
+        raise CannotStart(f"cannot keep the input in {path}: {error.strerror}") from error
