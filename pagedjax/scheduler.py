@@ -224,7 +224,7 @@ class Scheduler:
         self._awaited.remove(plan.step)
         if self.events is not None:
             self.events.result(plan, result)
-        self.roster.swapped.lose(result.lost_host_pages, self.roster.waiting)
+        self._lose(result.lost_host_pages)
         advanced: list[Sequence] = []
         readback = Readback(result)
         for scheduled in plan.scheduled:
@@ -249,29 +249,28 @@ class Scheduler:
         """Says that no result will come of a plan: what it scheduled is scheduled again.
 
         Plans made after it are dropped before it. Host pages that it was to fill are lost. Its
-        sequences' pages may hold anything now, so they are given up and computed again;
-        registered pages hold what they held.
+        sequences' pages may hold anything now, so they are given up and computed again, or brought
+        in again by those that were swapped; registered pages hold what they held.
 
         Args:
           lost: host pages whose content turned out to be lost; who waits with one computes again.
           has_run: False when neither its page copies nor anything after them was begun, as after
-            a `TransferError`: only sequences that waited for pages of the host or for a copy start
-            over then, and all others keep what they have. Host pages that it was to read count as
-            lost unless `lost` names some.
+            a `TransferError`: only sequences that were to get pages from the host or copies of
+            pages queue again then, and all others keep what they have. Host pages that it was to
+            read count as lost unless `lost` names some.
         """
         self._awaited.discard(plan.step)
         if self.events is not None:
             self.events.dropped(plan, lost, has_run=has_run)
         if not has_run and not lost:
             lost = frozenset(move.host_page for move in plan.swaps_in)
-        lost = lost | {move.host_page for move in plan.swaps_out}
-        self.roster.swapped.lose(lost, self.roster.waiting)
+        self._lose(lost | {move.host_page for move in plan.swaps_out})
         missing = {copy.dst for copy in plan.copies} | {move.page for move in plan.swaps_in}
         for scheduled in plan.scheduled:
             live = self.roster.live.get(scheduled.sequence)
             if live is None or live.in_flight is not scheduled:
                 continue
-            if has_run or not missing.isdisjoint(live.table.pages):
+            if has_run or live.host_pages or not missing.isdisjoint(live.table.pages):
                 live.table.release()
                 self.roster.requeue(live)
             else:
@@ -367,6 +366,9 @@ class Scheduler:
         """Raises `IntegrityError` when anything is left of the requests that ended."""
         integrity.check_empty(self.config, self.allocator, self.host, self.roster, self.pins)
 
+    def _lose(self, lost: frozenset[int]) -> None:
+        self.roster.swapped.lose(lost, self.roster.waiting, self.roster.running)
+
     def _draft(self, waiting: Seq[LiveSequence], parked: Seq[LiveSequence]) -> StepDraft:
         """A step in which these idle lanes of beam searches give their pages and slots up."""
         roster = self.roster
@@ -407,7 +409,7 @@ def _commit(
     for admission in draft.admitted:
         live = admission.live
         roster.enter(live, slots[live], admission.num_tokens)
-        live.restored = work.restored[live]
+        live.restored = work.restored.get(live)
     for live, _ in draft.grown:
         live.capacity = live.table.capacity
         live.shares_tail = False

@@ -90,10 +90,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from([1, 2, 4, 8]),
         max_num_seqs=st.integers(1, 5),
-        spare_pages=st.integers(0, 12),
-        spare_tokens=st.integers(0, 12),
+        spare_pages=st.sampled_from([0, 0, 1, 3, 12]),
+        spare_tokens=st.integers(0, 20),
         caching=st.sampled_from([True, True, False]),
-        host_tokens=st.sampled_from([0, 12, 60, 300]),
+        host_tokens=st.sampled_from([0, 12, 60, 60, 300]),
         mode=st.sampled_from(["swap", *PREEMPTION_MODES]),
         victim_policy=st.sampled_from(VICTIM_POLICIES),
         policy=st.sampled_from(SCHEDULING_POLICIES),
@@ -150,21 +150,48 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str | None,
         words: list[list[int]],
     ) -> None:
+        prompt = tuple(PREFIXES[prefix][:shared] + tail) or (1,)
+        params = data.draw(sampling_params(self.config.max_num_seqs))
+        self.add_request(prompt, params, words=words, salt=salt)
+
+    @rule(prefix=st.integers(0, 1), lengths=st.lists(st.integers(1, 24), min_size=2, max_size=5))
+    def add_crowd(self, prefix: int, lengths: list[int]) -> None:
+        """Requests that fit together at first and outgrow the pool."""
+        for length in lengths:
+            tokens = [
+                *PREFIXES[prefix][: length // 2],
+                *PREFIXES[1 - prefix][: length - length // 2],
+            ]
+            self.add_request(tuple(tokens), SamplingParams(max_tokens=14, ignore_eos=True))
+
+    def add_request(
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        *,
+        words: list[list[int]] | None = None,
+        salt: str | None = None,
+    ) -> None:
         arrival = len({s.request.request_id for s in self.sequences})
         by_priority = self.config.scheduling_policy == "priority"
         request = Request(
             request_id=f"r{arrival}",
-            prompt_token_ids=tuple(PREFIXES[prefix][:shared] + tail) or (1,),
-            params=data.draw(sampling_params(self.config.max_num_seqs)),
+            prompt_token_ids=prompt,
+            params=params,
             arrival=arrival,
             seed=2**63 + arrival % 3,
             eos_token_ids=frozenset({2}),
-            bad_sequences=tuple(map(tuple, words)),
+            bad_sequences=tuple(map(tuple, words or ())),
             cache_salt=salt,
             priority=data.draw(st.integers(-2, 2)) if by_priority else 0,
             arrival_time=float(arrival),
         )
         self.sequences += self.scheduler.add_request(request)
+
+    @rule(times=st.integers(2, 10))
+    def step_on(self, times: int) -> None:
+        for _ in range(times):
+            self.step(late=False, with_failures=False)
 
     @rule(late=st.booleans(), with_failures=st.booleans())
     def step(self, late: bool, with_failures: bool) -> None:
@@ -330,9 +357,9 @@ def _name(sequence: Sequence) -> tuple[int, int]:
 
 
 class TestScheduler(SchedulerMachine.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=40)
+    settings = settings(max_examples=500, stateful_step_count=30)
 
 
 @pytest.mark.slow
 class TestSchedulerLong(SchedulerMachine.TestCase):
-    settings = settings(max_examples=1_500, stateful_step_count=60)
+    settings = settings(max_examples=10_000, stateful_step_count=40)

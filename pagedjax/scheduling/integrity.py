@@ -119,7 +119,7 @@ def _check_slots(config: SchedulerConfig, roster: Roster) -> None:
 def _check_waiting(live: LiveSequence, config: SchedulerConfig) -> None:
     sequence, table = live.sequence, live.table
     facts = (sequence.status, sequence.slot, table.pages, live.capacity, live.restored)
-    if facts != (SequenceStatus.WAITING, None, [], 0, ()) or live.in_flight:
+    if facts != (SequenceStatus.WAITING, None, [], 0, None) or live.in_flight:
         raise IntegrityError(
             f"waiting sequence {live.key} must hold nothing of the device. Got (status, slot, "
             f"pages, capacity, restored): {facts}, in flight: {live.in_flight is not None}."
@@ -137,8 +137,12 @@ def _check_running(
     live: LiveSequence, config: SchedulerConfig, allocator: PageAllocator, builder: PlanBuilder
 ) -> None:
     sequence, pages, size = live.sequence, live.table.pages, config.page_size
-    if live.host_pages:
-        raise IntegrityError(f"running sequence {live.key} holds host pages {live.host_pages}.")
+    num_host = -(-sequence.num_computed_tokens // size)
+    if live.host_pages and (live.restored is None or len(live.host_pages) != num_host):
+        raise IntegrityError(
+            f"running sequence {live.key} must have no host pages, or {num_host} while they are "
+            f"brought in. Got {live.host_pages}, brought in {live.restored}."
+        )
     flight = 0 if live.in_flight is None else live.in_flight.num_tokens
     computed = sequence.num_computed_tokens
     expected = -(-(computed + flight) // size)

@@ -41,10 +41,11 @@ class LiveSequence:
     # offers of all lanes of its request are in.
     offers: Offers | None = None
     # Swapped: the host pages of its computed positions by logical page, a reference each. It
-    # waits then, and keeps `num_computed_tokens`.
+    # keeps them and `num_computed_tokens` while it waits, and until the first result after that
+    # is in: if that step fails, nothing is lost.
     host_pages: tuple[int, ...] = ()
-    # Full logical pages that the plan in flight brings in from the host.
-    restored: tuple[int, ...] = ()
+    # Full logical pages that the plan in flight brings in; None: it brings in nothing.
+    restored: tuple[int, ...] | None = None
     num_lost_tokens: int = 0  # computed when it gave its pages up last, to be computed again
 
     @property
@@ -96,7 +97,7 @@ class LiveSequence:
         if self.table.num_tokens > computed:
             self.table.truncate(computed)
         self.capacity = self.table.capacity
-        self.in_flight = self.row_state = None
+        self.in_flight = self.row_state = self.restored = None
 
     def grow(self, num_tokens: int) -> PageCopy | None:
         """Makes positions up to `num_tokens` writable; inside a transaction."""

@@ -82,7 +82,7 @@ class PageMover:
         self._host_allocator.free(work.guarded[::-1])
 
     def _swap_out(self, victims: Seq[Victim], work: PageWork) -> None:
-        swapped = [victim for victim in victims if victim.mode == "swap"]
+        swapped = [victim for victim in victims if victim.contents]
         for victim in swapped:
             for host_page in victim.host_pages:
                 if host_page != NULL_PAGE:
@@ -115,9 +115,10 @@ class PageMover:
             live.table.save()
             live.table.take_over(pages, admission.num_tokens)
             num_full = admission.num_tokens // self._config.page_size
-            work.restored[live] = tuple(
-                at for at, page in enumerate(hits.pages[:num_full]) if page == NULL_PAGE
-            )
+            if live.host_pages or any(hits.host_pages):
+                work.restored[live] = tuple(
+                    at for at, page in enumerate(hits.pages[:num_full]) if page == NULL_PAGE
+                )
             self._builder.set_slot(slots[live], live)
 
     def _hold(self, hits: PrefixHits, work: PageWork) -> None:

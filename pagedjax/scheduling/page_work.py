@@ -19,8 +19,8 @@ class PageWork:
     Attributes:
       copies, swaps_out, swaps_in: of the plan.
       host_tables: of swapped victims: their host pages by logical page, a reference each.
-      restored: logical pages of admitted sequences that come from the host and are full: known to
-        the prefix cache once the step has run.
+      restored: of admitted sequences that come from the host, the logical pages that are full:
+        known to the prefix cache once the step has run.
       spilled: host pages for evicted prefix pages, least recently used first; one reference each.
       guarded: host pages of hits; a reference each, for this step.
       attached: which content the filled host pages have, where others may find it.

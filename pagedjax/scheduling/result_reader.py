@@ -109,9 +109,11 @@ class ResultReader:
         sequence, size = live.sequence, self._config.page_size
         start = sequence.num_computed_tokens
         total = sequence.num_computed_tokens = start + num_tokens
-        for at in live.restored:  # they came from the host before the step ran
-            self._cache.insert(live.chain, at, live.table.page_at(at))
-        live.restored = ()
+        if live.restored is not None:  # they came from the host before the step ran
+            for at in live.restored:
+                self._cache.insert(live.chain, at, live.table.page_at(at))
+            self._roster.swapped.release(live)
+            live.restored = None
         if start < sequence.num_prompt_tokens:
             self.num_prompt_tokens += min(total, sequence.num_prompt_tokens) - start
         if total // size > start // size:

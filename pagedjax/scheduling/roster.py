@@ -90,7 +90,6 @@ class Roster:
         """From waiting to running, with so many tokens found in the prefix cache, or swapped."""
         owner, sequence = live.owner, live.sequence
         _remove(self.waiting, live)
-        self.swapped.release(live)
         self.num_recomputed_tokens += max(0, live.num_lost_tokens - num_computed_tokens)
         live.num_lost_tokens = 0
         self.take_slot(live, slot)
@@ -126,11 +125,13 @@ class Roster:
     def requeue(self, live: LiveSequence, host_pages: tuple[int, ...] = ()) -> None:
         """From running, its pages released, to its place by age in waiting.
 
-        `host_pages` hold what it has computed, a reference each; without any it starts over.
+        `host_pages` hold what it has computed, a reference each. Without any, and without such
+        that it had before, it starts over.
         """
         self._leave(live)
-        live.host_pages = host_pages
-        if not host_pages:
+        if host_pages:
+            live.host_pages = host_pages
+        if not live.host_pages:
             live.start_over()
         live.sequence.status = SequenceStatus.WAITING
         if self.events is not None:
@@ -198,7 +199,7 @@ class Roster:
         live.in_flight = live.row_state = None
         live.capacity = 0
         live.shares_tail = False
-        live.restored = ()
+        live.restored = None
 
 
 def _new_request(

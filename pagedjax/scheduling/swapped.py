@@ -46,7 +46,9 @@ class Swapped:
             self._host.allocator.share(page)
         live.host_pages = parent.host_pages
 
-    def lose(self, lost: frozenset[int], waiting: Iterable[LiveSequence]) -> None:
+    def lose(
+        self, lost: frozenset[int], waiting: Iterable[LiveSequence], running: Iterable[LiveSequence]
+    ) -> None:
         """The content of host pages is gone: who waits with one of them starts over."""
         if not lost:
             return
@@ -56,3 +58,6 @@ class Swapped:
         for live in waiting:
             if not lost.isdisjoint(live.host_pages):
                 self.forget(live)
+        for live in running:  # it has them on the device by now, or that step fails
+            if not lost.isdisjoint(live.host_pages):
+                self.release(live)

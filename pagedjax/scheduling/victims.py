@@ -29,8 +29,10 @@ class Victim:
     needed_by: LiveSequence | None  # whom it gives way to; None: an idle beam, to its siblings
     num_pages_needed: int  # by that one ...
     num_pages_free: int  # ... when so many were free
-    contents: tuple[Content, ...] = ()  # swap: what to keep, by logical page
-    host_pages: tuple[int, ...] = ()  # swap: where it is already; NULL_PAGE: not on the host yet
+    # Swap: what to keep, by logical page, and where it is already; NULL_PAGE: not on the host yet.
+    # Empty for one that has its host pages still.
+    contents: tuple[Content, ...] = ()
+    host_pages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class VictimChooser:
         num_pages_free: int,
     ) -> Victim:
         """What becomes of a victim's pages; counts the host pages that it takes."""
+        if live.host_pages:  # it was just brought in, and nothing was read of it since
+            return Victim(live, "swap", num_pages_needed, num_pages_free)
         contents, host_pages = self._contents(live)
         taken = self._host_pages_taken(contents, host_pages)
         mode: Mode = "recompute"
