@@ -152,7 +152,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         prompt = tuple(PREFIXES[prefix][:shared] + tail) or (1,)
         params = data.draw(sampling_params(self.config.max_num_seqs))
-        self.add_request(prompt, params, words=words, salt=salt)
+        by_priority = self.config.scheduling_policy == "priority"
+        priority = data.draw(st.integers(-2, 2)) if by_priority else 0
+        self.add_request(prompt, params, words=words, salt=salt, priority=priority)
 
     @rule(prefix=st.integers(0, 1), lengths=st.lists(st.integers(1, 24), min_size=2, max_size=5))
     def add_crowd(self, prefix: int, lengths: list[int]) -> None:
@@ -171,9 +173,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         *,
         words: list[list[int]] | None = None,
         salt: str | None = None,
+        priority: int = 0,
     ) -> None:
         arrival = len({s.request.request_id for s in self.sequences})
-        by_priority = self.config.scheduling_policy == "priority"
         request = Request(
             request_id=f"r{arrival}",
             prompt_token_ids=prompt,
@@ -183,7 +185,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos_token_ids=frozenset({2}),
             bad_sequences=tuple(map(tuple, words or ())),
             cache_salt=salt,
-            priority=data.draw(st.integers(-2, 2)) if by_priority else 0,
+            priority=priority,
             arrival_time=float(arrival),
         )
         self.sequences += self.scheduler.add_request(request)
