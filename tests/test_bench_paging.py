@@ -289,23 +289,49 @@ def _kinds(usage: Usage) -> tuple[int, ...]:
 
 
 def test_the_head_of_the_queue_is_waited_for() -> None:
-    server = ContiguousServer(4096, "oracle")
-    sizes = (
-        1500,
-        1500,
-        1500,
-        10,
-    )  # two blocks of 2048; the small one would fit nowhere else either
-    for index, size in enumerate(sizes):
-        server.add(index, SimulatedRequest(0.0, size, 5 if index else 2))
+    server = ContiguousServer(2048 + 64, "oracle")
+    for index, size in enumerate((1500, 1500, 10)):
+        server.add(index, SimulatedRequest(0.0, size, 2))
+    held: list[list[int]] = []
+    while server.plan() is not None:
+        held.append(list(server._held))
+        server.finish_step()
+    assert held == [[0], [0], [1, 2], [1, 2]]  # the last would have fitted beside the first
+
+
+def test_a_step_computes_prompts_within_its_budget_and_one_of_any_length() -> None:
+    server = ContiguousServer(NUM_POSITIONS, "oracle", max_num_batched_tokens=1000)
+    for index, size in enumerate((600, 500, 1500, 300)):
+        server.add(index, SimulatedRequest(0.0, size, 9))
+    tokens: list[int] = []
+    for _ in range(4):
+        work = server.plan()
+        assert work is not None
+        tokens.append(work.tokens)
+        server.finish_step()
+    assert tokens == [600, 1 + 500, 2 + 1500, 3 + 300]
+
+
+def test_no_more_sequences_run_than_slots() -> None:
+    server = ContiguousServer(NUM_POSITIONS, "oracle", max_num_seqs=5)
+    for index in range(4):
+        server.add(index, SimulatedRequest(0.0, 10, 5 - index, num_sequences=2))
     server.plan()
-    assert server.usage().requests == 1  # the budget of a step is 2,048 tokens
-    server.finish_step()
-    server.plan()
-    assert server.usage().requests == 2
-    assert server.finish_step() == [0]
-    server.plan()
-    assert server.usage().requests == 2  # the third, not the fourth
+    assert list(server._held) == [0, 1]
+
+
+def test_samples_get_copies_of_the_prompt_and_beams_of_what_they_take_over() -> None:
+    def copied(request: SimulatedRequest) -> list[float]:
+        server = ContiguousServer(NUM_POSITIONS, "oracle")
+        server.add(0, request)
+        first = server.plan()
+        server.finish_step()
+        second = server.plan()
+        return [work.copied_positions for work in (first, second) if work is not None]
+
+    assert copied(SimulatedRequest(0.0, 10, 6, 4)) == [30, 0]
+    moved = 4 * (3 / 4) ** 4 * (10 + 6 / 2)
+    assert copied(SimulatedRequest(0.0, 10, 6, 4, is_beam=True)) == pytest.approx([30, moved])
 
 
 # --------------------------------------------------------------------------------------- the clock
