@@ -469,6 +469,29 @@ def test_a_step_that_fails_costs_swapped_sequences_nothing() -> None:
     assert bench.scheduler.stats.swap.num_held_host_pages == 0
 
 
+def test_who_found_all_its_pages_on_the_device_queues_again_as_swapped() -> None:
+    """When the step of its return never ran, for another's sake."""
+    bench = Bench(**MOVING)
+    prompt = list(range(16))
+    holder = bench.add(prompt, max_tokens=20)
+    bench.step()
+    (last,) = bench.add(prompt, max_tokens=8)
+    bench.step()
+    pool = bench.scheduler.allocator
+    taken = pool.allocate(pool.num_free)
+    plan = bench.scheduler.schedule()  # it needs a page, and only it can give some up
+    pool.free(taken)
+    assert plan is not None
+    bench.update(plan)
+    pages = live(bench, last).host_pages
+    plan = until_back(bench, last)
+    assert (len(pages), plan.swaps_in) == (4, ())
+    bench.scheduler.drop(plan, has_run=False)
+    bench.scheduler.check_integrity()
+    assert (live(bench, last).host_pages, last.num_computed_tokens) == (pages, 16)
+    bench.finish_all(holder, [last])
+
+
 def test_who_is_being_brought_in_gives_way_again_for_nothing() -> None:
     bench = Bench(**MOVING, enable_prefix_caching=False)
     _, second = bench.add(16, max_tokens=40), bench.add(16, max_tokens=40)
