@@ -117,6 +117,9 @@ class Trace:
             return
         if self.rng.random() < 0.1:
             self.scheduler.costs.seconds_per_token *= float(self.rng.choice([0.01, 100]))
+        held = [page for live in self.scheduler.roster.waiting for page in live.host_pages]
+        if held and self.rng.random() < 0.2:
+            self.runner.lose(int(self.rng.choice(held)), is_noticed=bool(self.rng.integers(2)))
         try:
             self.pending.append((plan, self.runner.run(plan)))
         except TransferError as error:
@@ -143,7 +146,7 @@ class Trace:
             self.scheduler.fail(sequence, "late", reason=FinishReason.TIMEOUT)
 
     def rare(self) -> None:
-        which = self.rng.integers(7)
+        which = self.rng.integers(6)
         if which == 0 and self.pending:
             plan, result = self.pending.pop()
             self.runner.fail(plan, result)
@@ -156,20 +159,6 @@ class Trace:
             self.scheduler.forget_device_pages()
         elif which == 5:
             self.confine()
-        elif which == 6 and self.runner.stored:
-            page = int(self.rng.choice(list(self.runner.stored)))
-            self.runner.lose(page, is_noticed=bool(self.rng.integers(2)))
-        elif which == 4:
-            self.scheduler.forget_device_pages()
-        elif which == 5:
-            self.confine()
-        elif which == 6 and self.runner.stored:
-            page = int(self.rng.choice(list(self.runner.stored)))
-            self.runner.lose(page, is_noticed=bool(self.rng.integers(2)))
-        elif which == 3:
-            pins = self.scheduler.pins
-            for pinned in pins.listing[:1]:
-                pins.unpin(pinned.token_ids, pinned.cache_salt)
 
     def confine(self) -> None:
         """A step for some of the requests alone, as after a step that failed."""

@@ -252,6 +252,36 @@ def test_a_preemption_tells_for_whom_and_what_it_cost() -> None:
     assert f"{computed - found} tokens to compute again" in text
 
 
+def test_a_swap_tells_what_moved_out_and_back() -> None:
+    bench = Recorded(
+        page_size=4, num_pages=11, max_model_len=40, num_host_pages=20, preemption_mode="swap"
+    )
+    bench.finish_all(bench.add(14, max_tokens=12), bench.add(14, max_tokens=12))
+    (preempted,) = bench.facts(1, "preempted")
+    assert preempted.details["mode"] == "swap"
+    moved = preempted.details["num_moved"]
+    again = bench.facts(1, "admitted")[1].details
+    assert again["num_recomputed"] == 0
+    assert again["num_tokens"] == preempted.details["num_tokens"]
+    counts = bench.reader.stories[1].counts
+    assert counts.num_pages_out == moved > 0
+    assert counts.num_pages_in == again["num_host"] > 0
+    assert "preempted by swap: 0 needed 1 page and none were free" in bench.text(1)
+    assert "brought in from the host" in bench.text(1)
+
+
+def test_what_the_host_kept_is_no_eviction() -> None:
+    bench = Recorded(num_pages=17, num_host_pages=20)
+    bench.finish_all(bench.add(PROMPT, max_tokens=1))
+    bench.finish_all(bench.add(50, max_tokens=1))
+    bench.finish_all(bench.add(PROMPT, max_tokens=1))
+    details = bench.facts(2, "admitted")[0].details
+    assert (details["miss"], details["num_tokens"]) == (None, 16)
+    assert (details["num_host"], details["sources"]) == (1, {"0": 4})
+    contents = bench.reader.history._contents._contents if bench.reader.history else {}
+    assert all(content.evicted is None for content in contents.values() if content.on_host)
+
+
 def test_a_wait_is_told_with_its_reasons_and_no_step_is_counted_twice() -> None:
     bench = Recorded(max_num_seqs=1, num_pages=40)
     bench.finish_all(

@@ -122,6 +122,8 @@ class Recorder:
     @_harmless
     def called(self, method: str, **arguments: Any) -> None:
         """Another method is about to do something; `arguments` are as JSON has them."""
+        if method == "schedule":  # what it decides follows at once, and may look at the rates
+            self._say_rates()
         self._sink.emit(Called(method=method, arguments=arguments))
 
     @_harmless
