@@ -44,6 +44,7 @@ class StepDraft:
     Attributes:
       scheduled, lives, starts, slots: parallel: what runs, its record, its first position in
         this step and its slot.
+      front_tokens: of the first of them, as many as only run their last token: that token.
       special: indices of those with prompt-logprob rows or with several samples.
       grown: those that need a page or a copy, with the positions they must cover, in order.
       victims: those that give all their pages up, in the order in which they were chosen.
@@ -67,6 +68,7 @@ class StepDraft:
         self.starts: list[int] = []
         self.slots: list[int] = []
         self.special: list[int] = []
+        self.front_tokens: list[int] = []
         self.grown: list[tuple[LiveSequence, int]] = []
         self.victims: list[Victim] = []
         self.admitted: list[Admission] = []
@@ -176,12 +178,13 @@ class StepDraft:
         Most of what runs is there, and all it needs is a short loop. Returns how many it planned.
         """
         scheduled, lives, starts, slots = self.scheduled, self.lives, self.starts, self.slots
+        front_tokens = self.front_tokens
         free_pages = self._pages.free
         for row, live in enumerate(running[: self._max_rows]):
             sequence = live.sequence
-            start, slot = sequence.num_computed_tokens, sequence.slot
+            tokens, start, slot = sequence.tokens, sequence.num_computed_tokens, sequence.slot
             if (
-                start != len(sequence.tokens) - 1
+                start != len(tokens) - 1
                 or live.in_flight is not None
                 or live.shares_tail
                 or slot is None
@@ -200,6 +203,7 @@ class StepDraft:
             lives.append(live)
             starts.append(start)
             slots.append(slot)
+            front_tokens.append(tokens[start])
         self._pages.free = free_pages
         self._num_front = self.num_tokens = self.num_rows = len(scheduled)
         return self._num_front

@@ -132,6 +132,21 @@ class JournaledTable(PageTable):
         """Id of the last page; there must be one."""
         return self._pages[-1]
 
+    @property
+    def num_pages(self) -> int:
+        """Pages that it names."""
+        return len(self._pages)
+
+    def add_page(self, page: int, num_tokens: int) -> None:
+        """One page more, whose reference is for this table already, for all its `num_tokens`."""
+        self._pages.append(page)
+        self.num_tokens = num_tokens
+
+    def shorten(self, num_pages: int, num_tokens: int) -> None:
+        """Takes `add_page` back; the pages' references are the allocator's business."""
+        del self._pages[num_pages:]
+        self.num_tokens = num_tokens
+
     def take_over(self, pages: Sequence[int], num_tokens: int) -> None:
         """Starts from pages with the first `num_tokens` positions that each have a reference for
         this table already; it must be empty."""

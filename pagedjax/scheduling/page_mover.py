@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from functools import partial
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.paging import NULL_PAGE, HostTier, PrefixCache, PrefixHits, PrefixNode
 from pagedjax.plan import PageMove
 from pagedjax.scheduling.draft import StepDraft
-from pagedjax.scheduling.journal import JournaledAllocator
+from pagedjax.scheduling.journal import JournaledAllocator, JournaledTable
 from pagedjax.scheduling.live import LiveSequence
 from pagedjax.scheduling.page_work import PageWork
 from pagedjax.scheduling.plan_builder import PlanBuilder
@@ -65,11 +66,7 @@ class PageMover:
             victim.live.table.release()
         if draft.admitted:
             self._admit(draft, slots, work)
-        for live, total in draft.grown:
-            copy = live.grow(total)
-            if copy is not None:
-                work.copies.append(copy)
-            self._builder.set_pages(live, slots[live])
+        self._grow(draft, slots, work)
         if self._allocator.evicted and self._host_allocator.num_free:
             self._spill(work)
         return work
@@ -80,6 +77,23 @@ class PageMover:
             self._host.attach(node, host_page)
         self._host_allocator.free(work.spilled)
         self._host_allocator.free(work.guarded[::-1])
+
+    def _grow(self, draft: StepDraft, slots: Mapping[LiveSequence, int], work: PageWork) -> None:
+        by_one: list[tuple[LiveSequence, int]] = []
+        for live, total in draft.grown:
+            if total == live.capacity + 1 and not live.shares_tail:
+                by_one.append((live, total))
+                continue
+            copy = live.grow(total)
+            if copy is not None:
+                work.copies.append(copy)
+            self._builder.set_pages(live, slots[live])
+        pages = self._allocator.allocate(len(by_one))
+        before = [(live.table, live.table.num_pages, live.table.num_tokens) for live, _ in by_one]
+        self._allocator.record(partial(_take_back, before))
+        for (live, total), page in zip(by_one, pages, strict=True):
+            self._builder.set_page(slots[live], live.table.num_pages, page)
+            live.table.add_page(page, total)
 
     def _swap_out(self, victims: Seq[Victim], work: PageWork) -> None:
         swapped = [victim for victim in victims if victim.contents]
@@ -168,3 +182,8 @@ class PageMover:
         if self._host.page_of(node) is not None:
             return False
         return not any(self._allocator.is_cached(page) for page in node.pages)
+
+
+def _take_back(before: Seq[tuple[JournaledTable, int, int]]) -> None:
+    for table, num_pages, num_tokens in before:
+        table.shorten(num_pages, num_tokens)

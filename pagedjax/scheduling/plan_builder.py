@@ -52,6 +52,10 @@ class PlanBuilder:
         self._ints = np.zeros((len(INTS), none + 1), np.int32)
         self._floats = np.zeros((len(FLOATS), none + 1), np.float32)
         self._seeds = np.zeros((none + 1, 2), np.uint32)
+        # Of the last step: the slots of its rows, and what `_parameters` made of them.
+        self._last: tuple[NDArray[np.intp], tuple[I32, F32, U32]] | None = None
+        self._ones = np.ones(config.max_rows, np.int32)
+        self._ramp = np.arange(config.max_rows)
         past = config.num_pages * config.page_size
         self._past_the_pool = past + np.arange(config.buckets[-1], dtype=np.int32)
         neutral = {"slot": none, "num_logprobs": NO_LOGPROBS, "top_p": 1, "repetition_penalty": 1}
@@ -60,6 +64,7 @@ class PlanBuilder:
 
     def set_slot(self, slot: int, live: LiveSequence) -> None:
         """The slot's sampling parameters are those of `live` from now on."""
+        self._last = None
         request, owner = live.sequence.request, live.owner
         params = request.params
         logprobs = NO_LOGPROBS if params.row_logprobs is None else params.row_logprobs
@@ -74,6 +79,10 @@ class PlanBuilder:
         slot = live.sequence.slot if slot is None else slot
         if slot is not None and live.table.num_tokens:
             live.table.write_row(self._pages[slot])
+
+    def set_page(self, slot: int, logical_page: int, page: int) -> None:
+        """One entry of a slot's page table row."""
+        self._pages[slot, logical_page] = page
 
     def pages_of(self, slot: int, num_pages: int) -> list[int]:
         """The first entries of a slot's row; for checks."""
@@ -90,7 +99,7 @@ class PlanBuilder:
         slots = np.array(draft.slots, np.intp)
         starts = np.array(draft.starts, np.int32)
         if decode_only:
-            lengths, seq_of_token = np.ones(num_seqs, np.int32), np.arange(num_seqs)
+            lengths, seq_of_token = self._ones[:num_seqs], self._ramp[:num_seqs]
             positions = starts
         else:
             lengths = np.array([s.num_tokens for s in scheduled], np.int32)
@@ -156,8 +165,7 @@ class PlanBuilder:
             lasts = cu_q_lens[1:][seq_of_row] - 1
         column = np.full(width, self._config.max_num_seqs, np.intp)
         column[: draft.num_rows] = slot_of_row
-        ints, floats = self._ints.take(column, axis=1), self._floats.take(column, axis=1)
-        seeds = self._seeds.take(column, axis=0)
+        ints, floats, seeds = self._parameters(column)
         token_index, position = _padded(lasts, width), _padded(position, width)
         target = np.full(width, NO_TARGET, np.int32)
         rows = _rows_of(ints, floats, seeds, token_index, position, target)
@@ -171,6 +179,14 @@ class PlanBuilder:
                 rows.sample[drawing] = [member.sequence.sample for member in live.owner.members]
                 rows.counts[drawing] = 0  # all n on one slot: their counts come with the fork
         return rows
+
+    def _parameters(self, column: NDArray[np.intp]) -> tuple[I32, F32, U32]:
+        """The rows' sampling parameters; gathered once while the same sequences run."""
+        if self._last is None or not np.array_equal(self._last[0], column):
+            ints, floats = self._ints.take(column, axis=1), self._floats.take(column, axis=1)
+            self._last = column, (ints, floats, self._seeds.take(column, axis=0))
+        ints, floats, seeds = self._last[1]
+        return ints.copy(), floats.copy(), seeds.copy()
 
     def _ask_prompt(
         self, rows: SamplingRows, scheduled: ScheduledSequence, start: int, offset: int
@@ -202,11 +218,13 @@ def _rows_of(
 
 
 def _packed_tokens(draft: StepDraft) -> I32:
-    if draft.is_decode:
-        return np.array([live.sequence.tokens[-1] for live in draft.lives], np.int32)
-    spans = zip(draft.scheduled, draft.starts, strict=True)
+    front = len(draft.front_tokens)
+    if front == draft.num_tokens:
+        return np.array(draft.front_tokens, np.int32)
+    spans = zip(draft.scheduled[front:], draft.starts[front:], strict=True)
     tokens = [s.sequence.tokens[start : start + s.num_tokens] for s, start in spans]
-    return np.fromiter(chain.from_iterable(tokens), np.int32, draft.num_tokens)
+    packed = chain(draft.front_tokens, chain.from_iterable(tokens))
+    return np.fromiter(packed, np.int32, draft.num_tokens)
 
 
 def _padded(values: NDArray[Any], size: int) -> I32:
