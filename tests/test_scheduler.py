@@ -976,6 +976,11 @@ def break_rows(bench: Bench) -> None:
     bench.scheduler._builder._pages[live.sequence.slot] += 1
 
 
+def break_parameters(bench: Bench) -> None:
+    live = bench.scheduler.roster.running[0]
+    bench.scheduler._builder._seeds[live.sequence.slot, 1] += 1
+
+
 def break_requests(bench: Bench) -> None:
     bench.scheduler.roster.requests.pop("0")
 
@@ -984,7 +989,7 @@ def break_requests(bench: Bench) -> None:
     "damage",
     [
         break_pages, break_slots, break_queue, break_computed, break_capacity, break_waiting,
-        break_tail, break_cache, break_rows, break_requests,
+        break_tail, break_cache, break_rows, break_parameters, break_requests,
     ],
 )  # fmt: skip
 def test_check_integrity_finds(damage: Any) -> None:

@@ -159,6 +159,8 @@ def _check_running(
         )
     if sequence.slot is None or builder.pages_of(sequence.slot, len(pages)) != pages:
         raise IntegrityError(f"slot {sequence.slot} must show the pages of sequence {live.key}.")
+    if not builder.has_slot_of(live):
+        raise IntegrityError(f"slot {sequence.slot} must sample as sequence {live.key} asks.")
     first = computed // size
     unwritable = [
         page

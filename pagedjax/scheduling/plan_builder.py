@@ -65,14 +65,17 @@ class PlanBuilder:
     def set_slot(self, slot: int, live: LiveSequence) -> None:
         """The slot's sampling parameters are those of `live` from now on."""
         self._last = None
-        request, owner = live.sequence.request, live.owner
-        params = request.params
-        logprobs = NO_LOGPROBS if params.row_logprobs is None else params.row_logprobs
-        row = self._config.max_num_seqs if owner.adjustments is None else slot
-        sample = live.sequence.sample
-        self._ints[:, slot] = (row, params.has_penalties, sample, logprobs, params.top_k)
-        self._floats[:, slot] = [getattr(params, name) for name in FLOATS]
-        self._seeds[slot] = (request.seed >> 32, request.seed & 0xFFFFFFFF)
+        self._ints[:, slot], self._floats[:, slot], self._seeds[slot] = self._parameters(slot, live)
+
+    def has_slot_of(self, live: LiveSequence) -> bool:
+        """Whether the parameters of its slot are those of a running sequence; for checks."""
+        slot = live.held_slot
+        ints, floats, seed = self._parameters(slot, live)
+        return (
+            self._ints[:, slot].tolist() == ints
+            and self._floats[:, slot].tolist() == np.array(floats, np.float32).tolist()
+            and self._seeds[slot].tolist() == seed
+        )
 
     def set_pages(self, live: LiveSequence, slot: int | None = None) -> None:
         """A slot's page table row, its own unless given, is that of `live` from now on."""
@@ -129,6 +132,18 @@ class PlanBuilder:
             swaps_out=tuple(work.swaps_out),
             swaps_in=tuple(work.swaps_in),
         )
+
+    def _parameters(
+        self, slot: int, live: LiveSequence
+    ) -> tuple[list[int], list[float], list[int]]:
+        """A column of `_ints`, one of `_floats`, and a row of `_seeds`."""
+        request, owner = live.sequence.request, live.owner
+        params = request.params
+        logprobs = NO_LOGPROBS if params.row_logprobs is None else params.row_logprobs
+        row = self._config.max_num_seqs if owner.adjustments is None else slot
+        ints = [row, int(params.has_penalties), live.sequence.sample, logprobs, params.top_k]
+        floats = [getattr(params, name) for name in FLOATS]
+        return ints, floats, [request.seed >> 32, request.seed & 0xFFFFFFFF]
 
     def _page_table(self, slots: NDArray[np.intp], width: int, longest: int) -> I32:
         """i32[width, pages_per_seq]: the slots' rows, as far as the longest sequence needs them."""
