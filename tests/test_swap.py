@@ -360,6 +360,21 @@ def test_the_oldest_is_never_a_victim_of_least_cost() -> None:
     bench.finish_all(*requests)
 
 
+@pytest.mark.parametrize("params", [{"n": 2}, {"beam_width": 3}])
+def test_a_sibling_is_no_victim_of_least_cost_while_others_are_there(
+    params: dict[str, Any],
+) -> None:
+    """A lane that gave way would hold back the very search that needed the page."""
+    sizes = {"num_pages": 18 if "beam_width" in params else 24, "max_num_seqs": 6}
+    bench = Bench(**sizes, enable_prefix_caching=False, victim_policy="least_cost")
+    older = bench.add(4, max_tokens=50, **params)
+    younger = bench.add(40, n=2, max_tokens=20)  # dear by the page: most of it they share
+    bench.update(until_preempted(bench))
+    assert any(sequence.num_preemptions for sequence in younger)
+    assert not any(sequence.num_preemptions for sequence in older)
+    bench.finish_all(*([older] if "n" in params else []), younger)
+
+
 def test_what_the_draft_counts_is_what_the_allocators_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug 27: one arithmetic decides, another hands out; they must be equal after every step."""
     made: list[Any] = []

@@ -71,11 +71,17 @@ class VictimChooser:
 
     def choose(self, kept: Seq[LiveSequence], at: int) -> int:
         """Index in `kept`, by age, of who gives way to the one before index `at`, which is that
-        one itself when nothing comes after it."""
+        one itself when nothing comes after it.
+
+        A sequence of the same request gives way when nobody else is left: its siblings would wait
+        for it, or end later, for a page that a newcomer could have done without.
+        """
         last = len(kept) - 1
         if self._config.victim_policy == "latest" or at >= last:
             return last
-        return min(range(last, at - 1, -1), key=lambda i: self._least_seconds_per_page(kept[i]))
+        after = range(last, at - 1, -1)
+        strangers = [i for i in after if kept[i].owner is not kept[at - 1].owner]
+        return min(strangers or after, key=lambda i: self._least_seconds_per_page(kept[i]))
 
     def decide(
         self,
