@@ -65,12 +65,12 @@ class PlanBuilder:
     def set_slot(self, slot: int, live: LiveSequence) -> None:
         """The slot's sampling parameters are those of `live` from now on."""
         self._last = None
-        self._ints[:, slot], self._floats[:, slot], self._seeds[slot] = self._parameters(slot, live)
+        self._ints[:, slot], self._floats[:, slot], self._seeds[slot] = self._column_of(slot, live)
 
     def has_slot_of(self, live: LiveSequence) -> bool:
         """Whether the parameters of its slot are those of a running sequence; for checks."""
         slot = live.held_slot
-        ints, floats, seed = self._parameters(slot, live)
+        ints, floats, seed = self._column_of(slot, live)
         return (
             self._ints[:, slot].tolist() == ints
             and self._floats[:, slot].tolist() == np.array(floats, np.float32).tolist()
@@ -133,9 +133,7 @@ class PlanBuilder:
             swaps_in=tuple(work.swaps_in),
         )
 
-    def _parameters(
-        self, slot: int, live: LiveSequence
-    ) -> tuple[list[int], list[float], list[int]]:
+    def _column_of(self, slot: int, live: LiveSequence) -> tuple[list[int], list[float], list[int]]:
         """A column of `_ints`, one of `_floats`, and a row of `_seeds`."""
         request, owner = live.sequence.request, live.owner
         params = request.params
