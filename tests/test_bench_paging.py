@@ -662,31 +662,33 @@ def test_swap_suffers_from_small_pages_and_recompute_does_not() -> None:
 
 
 def test_auto_is_at_least_as_good_as_the_better_mode() -> None:
-    """Four times what fits, on two links between host and device, so that each mode wins once."""
+    """Four times what fits, on two workloads, so that each mode wins once."""
     figures = paging_pressure.pressure(QUIET).figures
-    wide, narrow = figures["wide link"], figures["narrow link"]
-    assert wide["swap"]["latency"] < wide["recompute"]["latency"]
-    assert narrow["recompute"]["latency"] < narrow["swap"]["latency"]
+    long, short = figures.values()
+    assert long["swap"]["latency"] < long["recompute"]["latency"]
+    assert short["recompute"]["latency"] < short["swap"]["latency"]
     for modes in figures.values():
-        better = min(modes["swap"]["latency"], modes["recompute"]["latency"])
-        assert modes["auto"]["latency"] <= better * 1.001
+        for figure in ("latency", "seconds"):
+            better = min(modes["swap"][figure], modes["recompute"][figure])
+            assert modes["auto"][figure] <= better * 1.001
         assert modes["recompute"]["swaps"] == modes["recompute"]["moved_pages"] == 0
-        assert modes["recompute"]["recomputed_tokens"] > 5_000
-        assert modes["swap"]["swaps"] == modes["swap"]["preemptions"] > 20
+        assert modes["recompute"]["recomputed_tokens"] > 200
+        assert modes["swap"]["swaps"] == modes["swap"]["preemptions"] > 8
         assert modes["swap"]["recomputed_tokens"] == 0
-    assert wide["recompute"] == narrow["recompute"]  # it moves nothing
+    assert 0 < long["auto"]["swaps"] < long["auto"]["preemptions"]  # it does not always do the same
 
 
-def test_a_burst_is_four_times_what_fits() -> None:
-    requests = paging_pressure.burst(QUIET)
+@pytest.mark.parametrize("lengths", paging_pressure.WORKLOADS.values())
+def test_a_burst_is_four_times_what_fits(lengths: Lengths) -> None:
+    requests = paging_pressure.burst(lengths, QUIET)
     total = sum(request.total_tokens for request in requests)
     assert 4 * NUM_POSITIONS - 2048 <= total <= 4 * NUM_POSITIONS
     assert {request.arrival for request in requests} == {0.0}
 
 
 def test_swapped_pages_cost_the_step_that_moves_them() -> None:
-    server = paging_pressure.server_of("swap", StepTime(), QUIET)
-    for index, request in enumerate(paging_pressure.burst(QUIET)):
+    server = paging_pressure.server_of("swap", StepTime())
+    for index, request in enumerate(paging_pressure.burst(SHAREGPT, QUIET)):
         server.add(index, request)
     moved = 0
     while (work := server.plan()) is not None:
@@ -694,7 +696,7 @@ def test_swapped_pages_cost_the_step_that_moves_them() -> None:
         for index in server.finish_step():
             server.generated(index, SimulatedRequest(0.0, 1, 1))
     swap = server.scheduler.stats.swap
-    assert moved == 16 * (swap.num_pages_out + swap.num_pages_in) > 0
+    assert moved == 64 * (swap.num_pages_out + swap.num_pages_in) > 0
     server.scheduler.check_integrity()
     server.scheduler.assert_empty()
 
