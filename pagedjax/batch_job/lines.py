@@ -102,7 +102,7 @@ def _loads(raw: bytes) -> Any:
         where = f"Byte {error.start + 1} is 0x{raw[error.start]:02x}"
         refuse(f"a line must be UTF-8 text. {where}.", "invalid_json")
     except json.JSONDecodeError as error:
-        what = f"{error.msg} at character {error.pos + 1}"
+        what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         refuse(f"a line must be one JSON object. Got {what}.", "invalid_json")
     except RecursionError:
         _refuse_depth()
