@@ -132,6 +132,7 @@ class Program:
         self._model, self._options, self.how = model, options, how
         self._config = EngineConfig.from_options(options)
         self._signals, self._stack = signals, stack
+        self._stats = stack.enter_context(stats_file(how.stats))
 
     def run(self, input_path: str, output_path: str | None) -> int:
         """Does what was asked; returns the exit status."""
@@ -235,16 +236,13 @@ class Program:
     ) -> None:
         """Runs the job; counts in `summary`, which begins with what earlier runs did."""
         max_in_flight = self.how.max_inflight or QUEUE_DEPTH * llm.report.max_num_seqs
-        with (
-            stats_file(self.how.stats) as stats,
-            Progress(
-                llm.engine.scheduler,
-                num_lines,
-                num_before=summary.num_before,
-                stats=stats,
-                shows_pages=self.how.page_map,
-            ) as progress,
-        ):
+        with Progress(
+            llm.engine.scheduler,
+            num_lines,
+            num_before=summary.num_before,
+            stats=self._stats,
+            shows_pages=self.how.page_map,
+        ) as progress:
             self._signals.defer()
             run_batch(
                 llm,
