@@ -103,7 +103,7 @@ def _run(request: Any) -> int:
     try:
         status = script.main()
     except SystemExit as ended:
-        status = ended.code
+        status = ended.code if isinstance(ended.code, int) else 1
     sys.stderr.flush()
     return status
 

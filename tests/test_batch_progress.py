@@ -61,9 +61,11 @@ def test_rates_are_of_the_last_ten_seconds(clock: Clock, engine: FakeEngine) -> 
     for _ in range(30):  # a step a second, then ten
         engine.num_steps, clock.now = engine.num_steps + 1, clock.now + 1
         assert meter.read(SUMMARY).output_tokens_per_s == 4.0
-    for _ in range(10):
+    for _ in range(9):
         engine.num_steps, clock.now = engine.num_steps + 10, clock.now + 1
-        figures = meter.read(SUMMARY)
+        assert 4.0 < meter.read(SUMMARY).output_tokens_per_s < 40.0
+    engine.num_steps, clock.now = engine.num_steps + 10, clock.now + 1
+    figures = meter.read(SUMMARY)
     assert figures.output_tokens_per_s == 40.0
     assert figures.eta_seconds is None
     assert str(figures).startswith("32 lines: ")
