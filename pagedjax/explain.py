@@ -182,7 +182,7 @@ def _waited(wait: Wait) -> str:
 def _blocked(wait: Wait) -> str:
     match wait.reason:
         case "pages":
-            kept = f", {wait.reserved} of them kept for what ran" if wait.reserved else ""
+            kept = f", and what ran was to have {wait.reserved} more" if wait.reserved else ""
             return f"it needed {_count(wait.needed, 'page')} and {wait.free} were free{kept}"
         case "slots":
             if wait.needed == 1 and wait.free == 0:
@@ -252,6 +252,7 @@ def _restarted(history: History, story: Story, fact: Fact) -> str:
     why = {
         "dropped": f"step {details['step']} broke off",
         "lost": "pages on the host were lost",
+        "turned": "its beam ended and it goes on from another one",
         "reset_prefix_cache": "the prefix cache was reset under it",
     }.get(details["cause"], details["cause"].replace("_", " "))
     return f"starts over, because {why}: gives up {_count(details['num_tokens'], 'token')}"

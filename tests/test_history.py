@@ -79,6 +79,50 @@ def test_a_history_agrees_with_the_scheduler_after_every_operation(seed: int) ->
     check_words(history)
 
 
+def starts_over(*, loses: bool) -> Counter[str]:
+    """Why sequences start over where beams press a small pool; the words must say so, too."""
+    causes: Counter[str] = Counter()
+    for seed in range(8):
+        reader = Reader()
+        trace = Trace(seed, reader, num_pages=11, num_host_pages=30)
+        if not loses:
+            trace.runner.lose = lambda *_args, **_kwargs: None
+        for _ in range(12):
+            trace.add(beam_width=3, n=1, max_tokens=9, **PLAIN)
+            for _ in range(6):
+                trace.step()
+        trace.run(60)
+        for story in reader.stories:
+            facts = [fact for fact in story.facts if fact.kind == "restarted"]
+            causes.update(fact.details["cause"] for fact in facts)
+            turned = [fact for fact in facts if fact.details["cause"] == "turned"]
+            assert not turned or "beam_width" in story.document["params"]
+            assert reader.history is not None
+            words = " ".join(explain(reader.history, story.request_id).split())
+            told = "because its beam ended and it goes on from another one"
+            assert words.count(told) == len(turned)
+    return causes
+
+
+PLAIN: dict[str, Any] = {
+    "temperature": 0.0,
+    "stop_token_ids": (),
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "presence_penalty": 0.0,
+    "logit_bias": {},
+}
+
+
+def test_a_beam_that_goes_on_from_another_lost_nothing_on_the_host() -> None:
+    causes = starts_over(loses=False)
+    assert causes["turned"] > 0
+    assert causes["lost"] == 0
+    causes = starts_over(loses=True)
+    assert causes["turned"] > 0
+    assert causes["lost"] > 0
+
+
 def check_totals(trace: Trace, stories: list[Story]) -> None:
     of_request: dict[str, list[Sequence]] = {}
     for sequence in trace.sequences:

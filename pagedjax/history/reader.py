@@ -83,7 +83,7 @@ class History:
             case Stalled():
                 self._block(event.waiting)
             case Result():
-                self._cause = ("lost", event.step)
+                self._cause = ("result", event.step)
             case Dropped():
                 self._cause = ("dropped", event.step)
             case Called():
@@ -229,9 +229,11 @@ class History:
 
     def _restart(self, name: str) -> None:
         one = self._sequences.record(name)
+        cause, step = self._cause
+        if cause == "result":  # which says what the host lost, or lets beams go on from others
+            cause = "lost" if one.waits_since is not None else "turned"
         self._sequences.stop(name, self.now.step + 1)
         one.story.counts.num_restarts += 1
-        cause, step = self._cause
         if cause == "dropped":
             self._contents.undo(one.story, step)
         one.note(self.now, "restarted", cause=cause, step=step, num_tokens=one.computed)
