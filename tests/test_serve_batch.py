@@ -161,7 +161,12 @@ def test_device_that_takes_nothing_ends_with_70(
         ("in.jsonl", "link.jsonl", {}, "the output .*link.jsonl must not be the input itself"),
         ("in.jsonl", "no/out", {}, "the output's folder .*no must exist"),
         ("in.jsonl", ".", {}, "cannot write the output .*: it is a directory"),
-        ("in.jsonl", "out", {"event_log": "in.jsonl"}, "the event log in.jsonl must not be the in"),
+        (
+            "in.jsonl",
+            "out",
+            {"event_log": "in.jsonl"},
+            "the event log in.jsonl must be a file of its",
+        ),
         ("in.jsonl", "out", {"event_log": "no/log"}, "the event log no/log must be a file in a"),
         ("in.jsonl", "out", {"page_size": 24}, "`page_size` must be a power of two, 1 to 256"),
         ("in.jsonl", "out", {"memory_utilization": 2.0}, "`memory_utilization` must be a number"),
@@ -421,6 +426,28 @@ def test_arguments_become_options() -> None:
         "max_num_seqs": 3, "max_num_batched_tokens": 32, "enable_prefix_caching": False,
         "attention_implementation": "xla",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["", ".partial", ".manifest.json", ".lock", ".input"])
+def test_an_event_log_takes_no_name_that_the_job_needs_later(
+    requests: Path, loaded: list[Any], capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    output = requests.with_name("new.jsonl")  # no such file yet
+    link = requests.with_name("log")
+    link.symlink_to(output.with_name(output.name + suffix))
+    for path in (link.resolve(), link):
+        assert main(str(requests), str(output), model="m", options={"event_log": str(path)}) == 2
+        assert f"error: the event log {path} must be a file of its own" in capsys.readouterr().err
+    assert loaded == []
+
+
+def test_an_event_log_and_figures_are_two_files(
+    requests: Path, loaded: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(requests.with_name("log"))
+    assert main(str(requests), None, model="m", options={"event_log": path}, stats=path) == 2
+    assert f"error: the event log {path} must be a file of its own" in capsys.readouterr().err
+    assert loaded == []
 
 
 @pytest.mark.parametrize("where", ["in.jsonl", "out.jsonl", "no/log", "."])

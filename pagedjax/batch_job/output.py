@@ -84,6 +84,9 @@ def is_stream(path: str | None) -> bool:
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
+_SUFFIXES = (".partial", ".manifest.json", ".lock", ".input", ".input.new")
+
+
 class FileOutput:
     """The files of one job. While this is in use, no other run can be."""
 
@@ -238,6 +241,11 @@ class FileOutput:
 
     def _cannot_write(self, error: OSError) -> CannotStart:
         return CannotStart(f"cannot write the output {self.path}: {error.strerror}")
+
+
+def files_of(path: str) -> list[str]:
+    """The output and every file that a job keeps beside it, whether they exist or not."""
+    return [path, *(path + suffix for suffix in _SUFFIXES)]
 
 
 def manifest_of(path: str) -> Path:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -24,7 +24,14 @@ from pagedjax.batch_job.answers import Answers
 from pagedjax.batch_job.errors import CannotStart
 from pagedjax.batch_job.job import Summary, all_answered, run_batch
 from pagedjax.batch_job.meter import duration
-from pagedjax.batch_job.output import FileOutput, Stage, StreamOutput, is_stream, manifest_of
+from pagedjax.batch_job.output import (
+    FileOutput,
+    Stage,
+    StreamOutput,
+    files_of,
+    is_stream,
+    manifest_of,
+)
 from pagedjax.batch_job.precheck import Precheck, check_lines
 from pagedjax.batch_job.progress import Progress, log_to_stderr, say, stats_file
 from pagedjax.batch_job.source import Source, open_source
@@ -137,7 +144,12 @@ class Program:
     def run(self, input_path: str, output_path: str | None) -> int:
         """Does what was asked; returns the exit status."""
         source = open_source(input_path, self._stack)
-        _check_event_log(self._config.event_log, input_path, output_path)
+        others = [
+            input_path,
+            self.how.stats,
+            *([] if output_path is None else files_of(output_path)),
+        ]
+        _check_event_log(self._config.event_log, others)
         if self.how.check:
             return self._check(source, output_path)
         if is_stream(output_path):
@@ -329,16 +341,26 @@ class _FileJob:
         say(f"continuing {self._output.path}: {summary.num_before} lines are answered{cut}")
 
 
-def _check_event_log(path: str | None, input_path: str, output_path: str | None) -> None:
+def _check_event_log(path: str | None, others: Iterable[str | None]) -> None:
     """What would stop the engine after it loaded the model, or destroy another file."""
     if path is None:
         return
-    for other in (input_path, output_path):
-        if other is not None and os.path.exists(path) and os.path.samefile(path, other):
-            raise CannotStart(f"the event log {path} must not be the input or the output.")
+    for other in others:
+        if other is not None and _is_same_file(path, other):
+            raise CannotStart(
+                f"the event log {path} must be a file of its own, not the input, the output, a "
+                "file beside it or that of --stats."
+            )
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path) or not os.path.isdir(folder):
         raise CannotStart(f"the event log {path} must be a file in a folder that exists.")
+
+
+def _is_same_file(path: str, other: str) -> bool:
+    """Whether two names mean one file, even one that does not exist yet."""
+    if os.path.realpath(path) == os.path.realpath(other):
+        return True
+    return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
 
 
 def _rate_of(output_path: str) -> float | None:
