@@ -260,11 +260,23 @@ def _default_tokens(options: EngineConfig) -> int:
 
 def _num_host_pages(options: EngineConfig, layout: PageLayout, pool: PoolSize) -> int:
     if options.swap_space == 0:
+        if options.preemption_mode == "swap":
+            logger.warning(
+                "`preemption_mode` is swap and `swap_space` is 0: nothing can be moved, so what "
+                "gives way is computed again. Set `swap_space` to some GiB."
+            )
         return 0
     free = device.host_memory().free
     if device.platform() == "cpu":  # where the page pool is in the same memory
         free -= pool.num_pages * layout.page_bytes
-    return host_pages_in(layout, options.swap_space, free)
+    num_host_pages = host_pages_in(layout, options.swap_space, free)
+    if num_host_pages == 0:
+        logger.warning(
+            "`swap_space` of %g GiB holds no page of %d bytes: there is none.",
+            options.swap_space,
+            layout.page_bytes,
+        )
+    return num_host_pages
 
 
 def _model_len(options: EngineConfig, facts: ModelFacts) -> int:

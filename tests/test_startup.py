@@ -199,6 +199,20 @@ def test_swap_space_is_host_pages_beside_the_pool(
     assert config.num_host_pages == 10
 
 
+def test_swap_that_cannot_be_is_told(
+    refuse_to_compile: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"page_size": 4, "num_pages": 33, "max_model_len": 128}
+    decide(refuse_to_compile, **options, swap_space=PAGE_BYTES / 2**30, preemption_mode="swap")
+    decide(refuse_to_compile, **options, preemption_mode="recompute")
+    assert caplog.text == ""
+    decide(refuse_to_compile, **options, preemption_mode="swap")
+    assert "`preemption_mode` is swap and `swap_space` is 0" in caplog.text
+    caplog.clear()
+    decide(refuse_to_compile, **options, swap_space=(PAGE_BYTES - 1) / 2**30)
+    assert f"holds no page of {PAGE_BYTES} bytes" in caplog.text
+
+
 def test_what_transfers_take_is_taken_off_the_pool(
     refuse_to_compile: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
