@@ -76,11 +76,11 @@ def test_the_estimate_is_at_the_rate_of_the_output_s_last_run(
 ) -> None:
     out = tmp_path / "out.jsonl"
     manifest_of(str(out)).write_text(json.dumps({
-        "format": 1, "input": {}, "model": {}, "parameters": {}, "version": "",
-        "is_complete": False, "last_run": {"output_tokens_per_s": 0.5},
+        "format": 1, "input": {"lines": 5, "answers": 5}, "model": {}, "parameters": {},
+        "version": "", "is_complete": False, "last_run": {"output_tokens_per_s": 0.5},
     }))  # fmt: skip
     assert main(str(source), str(out), model=model, options={}, check=True) == 0
-    assert "at most about 4 min, at 0 output tokens/s (this output's last run)" in (
+    assert "at most about 4 min, at 0.5 output tokens/s (this output's last run)" in (
         capsys.readouterr().err
     )
 

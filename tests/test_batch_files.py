@@ -268,18 +268,47 @@ def test_a_folder_that_cannot_be_written_starts_nothing(
     assert not loads
 
 
+@pytest.mark.parametrize("more", [" ", '{"prompt": "more"}\n'])
 def test_an_input_that_is_written_meanwhile_is_noticed(
-    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    more: str, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     def load(model: str, options: Any) -> FakeLLM:
         with source.open("a") as file:
-            file.write(" ")
+            file.write(more)
         return FakeLLM()
 
     monkeypatch.setattr(loading, "load", load)
     assert job(source, out) == 75
     assert not out.exists()
     assert "was written while it was read" in capsys.readouterr().err
+    assert job(source, out) == 2, "it is another input now"
+
+
+def test_an_answer_that_belongs_to_no_line_is_noticed(
+    source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "stranger", "custom_id": "s"}\n')
+    assert job(other, tmp_path / "strange.jsonl") == 0
+    interrupt(source, out, monkeypatch)
+    partial = out.with_name("out.jsonl.partial")
+    whole = partial.read_bytes()[: recover(partial).num_bytes]
+    partial.write_bytes(whole + (tmp_path / "strange.jsonl").read_bytes())
+    assert job(source, out) == 70
+    assert f"error: {partial} must hold one answer for each line" in capsys.readouterr().err
+    partial.unlink()
+    assert job(source, out) == 3
+    assert len(answers(out)) == 10
+
+
+def test_an_output_that_is_a_link_stays_one(source: Path, out: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(out)
+    assert job(source, link) == 3
+    assert link.is_symlink()
+    assert len(answers(out)) == 10
 
 
 # ------------------------------------------------------------------------------------ same job?
@@ -398,12 +427,24 @@ def test_an_empty_output_is_no_output(source: Path, out: Path) -> None:
     assert job(source, out) == 3
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', "\x00", '{"format": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"format": 2}',
+        "\x00",
+        '{"format": 1}',
+        '{"format": 1, "input": {"lines": "1"}, "model": 1, "parameters": {}, "version": "", '
+        '"is_complete": true, "last_run": {}}',
+    ],
+)
 def test_a_damaged_manifest_is_named(
     text: str, source: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert job(source, out) == 3
-    output.manifest_of(str(out)).write_text(text)
+    output.manifest_of(str(out)).write_text(text)  # an empty one was torn by the file system
     assert job(source, out) == 2
     assert "out.jsonl.manifest.json is not a manifest of this program" in capsys.readouterr().err
     assert job(source, out, overwrite=True) == 3

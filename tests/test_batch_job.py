@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import tracemalloc
 from collections.abc import Iterable
 from typing import Any
 
@@ -142,6 +143,23 @@ def test_input_is_read_as_the_engine_has_room() -> None:
 
     rows, summary = run(lines(), llm, max_in_flight=4)
     assert len(rows) == summary.answered == 40
+
+
+def test_memory_does_not_grow_with_the_input() -> None:
+    count, size = 5_000, 2_000
+    lines = (b'{"prompt": "ab", "user": "%s"}' % (b"x" * size) for _ in range(count))
+    llm = FakeLLM()
+    monitor = llm.engine.added  # the fake remembers what it was given
+    tracemalloc.start()
+    try:
+        run_batch(
+            llm, lines, AsFinished(lambda text: None), max_in_flight=4,
+            on_progress=lambda _: monitor.clear(),
+        )  # fmt: skip
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 400 * count + 100 * size, "a hash for each line, and some lines"
 
 
 def test_samples_count_as_sequences_in_flight() -> None:

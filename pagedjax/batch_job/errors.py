@@ -1,5 +1,9 @@
-"""Why a batch job ends without having begun."""
+"""Why a batch job ends early."""
 
 
 class CannotStart(Exception):
     """Something is wrong before the first line was answered; the text is for the user."""
+
+
+class InputChanged(Exception):
+    """The input was written while it was read: nobody knows which lines were answered."""

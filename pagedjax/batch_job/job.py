@@ -184,7 +184,7 @@ def run_batch(
       lines: of the input, read as they are needed.
       answers: takes them.
       max_in_flight: sequences in the engine at once; with what waits in `answers` they are all
-        that is held in memory, beside 16 bytes of hash for each line.
+        that is held in memory, beside a hash for each line.
       request_timeout: seconds that a prompt may take in the engine, where its body gives no
         `timeout`; a line with one that takes longer gets an error of code "timeout".
       before: with the lines of earlier runs; it is counted on, and returned.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.batch_job import files
+from pagedjax.batch_job.errors import InputChanged
 from pagedjax.errors import IntegrityError
 
 SYNC_LINES, SYNC_SECONDS = 256, 2.0  # as much may be computed again after a power failure
@@ -81,7 +82,9 @@ class Journal:
         files.sync_folder(path.parent)
 
     def expect(self, number: int, key: str) -> bool:
-        """Notes a line of the input; False: its answer is here."""
+        """Notes a line of the input; False: its answer is here. Raises `InputChanged`."""
+        if number >= len(self._places):
+            raise InputChanged
         if self._places[number] >= 0:
             return False
         place = self._old.pop(bytes.fromhex(key), _EXPECTED)
@@ -130,8 +133,8 @@ class Journal:
         numbers = [number for number, place in enumerate(self._places) if place != _ABSENT]
         if self._old or any(self._places[number] == _EXPECTED for number in numbers):
             raise IntegrityError(
-                f"{self._path} must hold one answer for each line of the input. Got "
-                f"{len(self._old)} of no line, and lines without one: remove it and start anew."
+                f"{self._path} must hold one answer for each line of the input and no other. Got "
+                f"{len(self._old)} others: it was changed by hand. Remove it and run again."
             )
         self._sync()
         if not ordered:

@@ -71,8 +71,13 @@ def read(path: Path) -> Manifest | None:
         document: Json = json.loads(raw)
         if document["format"] != FORMAT:
             raise ValueError
-        return Manifest(**{name: document[name] for name in Manifest.__dataclass_fields__})
-    except (ValueError, KeyError, TypeError, RecursionError):
+        found = Manifest(**{name: document[name] for name in Manifest.__dataclass_fields__})
+        if not all(isinstance(found.input[name], int) for name in ("lines", "answers")):
+            raise ValueError
+        for part in (found.model, found.parameters, found.last_run):
+            part.keys()
+        return found
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} is not a manifest of this program") from None
 
 

@@ -98,6 +98,8 @@ class FileOutput:
             path, input_path
         ):  # fmt: skip
             raise CannotStart(f"the output {path} must not be the input itself: give another name.")
+        if os.path.islink(path):
+            path = os.path.realpath(path)  # a rename would replace the link and not the file
         self.path = Path(path)
         folder = self.path.parent
         if not folder.is_dir():

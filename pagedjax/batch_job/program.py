@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from pagedjax.batch_job import loading, manifest
 from pagedjax.batch_job.answers import Answers
-from pagedjax.batch_job.errors import CannotStart
+from pagedjax.batch_job.errors import CannotStart, InputChanged
 from pagedjax.batch_job.job import Summary, all_answered, run_batch
 from pagedjax.batch_job.meter import duration
 from pagedjax.batch_job.output import (
@@ -36,7 +36,7 @@ from pagedjax.batch_job.precheck import Precheck, check_lines
 from pagedjax.batch_job.progress import Progress, log_to_stderr, say, stats_file
 from pagedjax.batch_job.source import Source, open_source
 from pagedjax.config import EngineConfig
-from pagedjax.errors import PagedJaxError
+from pagedjax.errors import IntegrityError, PagedJaxError
 from pagedjax.intake import MAX_TIMEOUT
 from pagedjax.interrupts import DeferredInterrupt
 
@@ -175,7 +175,7 @@ class Program:
         else:
             # Prompts cost little beside answers, and most answers end before their limit.
             longest = duration(found.max_new_tokens / rate)
-            say(f"at most about {longest}, at {rate:.0f} output tokens/s ({where})")
+            say(f"at most about {longest}, at {rate:.3g} output tokens/s ({where})")
         return SOME_FAILED if found.num_bad else OK
 
     def _to_stream(self, source: Source, output: StreamOutput) -> int:
@@ -313,8 +313,7 @@ class _FileJob:
             if summary.interrupted:
                 output.interrupted(summary)
             elif self._source.has_changed:
-                say(f"error: the input {self._source.name} was written while it was read")
-                return RESUMABLE
+                raise InputChanged
             else:
                 output.publish(journal, summary, ordered=self._how.ordered)
         except KeyboardInterrupt:
@@ -322,6 +321,13 @@ class _FileJob:
         except OSError as error:
             say(f"error: cannot write {output.path}: {error.strerror or error}. {self._then()}")
             return RESUMABLE
+        except InputChanged:
+            # It is another input now, and `stage` will say so; or it was only touched.
+            say(f"error: the input {self._source.name} was written while it was read")
+            return RESUMABLE
+        except IntegrityError as error:
+            say(f"error: {error}")
+            return BROKEN_OFF
         except Exception as error:
             return program.engine_failed(error, self._then())
         say(str(summary))
