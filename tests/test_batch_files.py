@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,6 +162,38 @@ def test_answers_that_are_all_there_need_no_model(
     assert len(answers(out)) == 10
 
 
+def test_a_kill_right_after_the_rename_costs_nothing(
+    source: Path, out: Path, loads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with faults(monkeypatch) as counted:
+        job(source, out)
+    forget(out)
+    renames = [i for i, name in enumerate(counted.calls) if name == "replace"]
+    with faults(monkeypatch, renames[-2] + 1), pytest.raises(Killed):
+        job(source, out)
+    before = out.read_bytes()
+    assert not manifest.read(output.manifest_of(str(out))).is_complete  # type: ignore[union-attr]
+    loads.clear()
+    assert job(source, out) == 3
+    assert loads == []
+    assert out.read_bytes() == before
+
+
+def test_answers_of_a_job_that_was_overwritten_are_never_taken_for_this_one_s(
+    source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = reference(source, tmp_path / "ref", seed=1)
+    plain = '{"prompt": "something else", "custom_id": "r0"}\n'
+    other = tmp_path / "other.jsonl"
+    other.write_text(plain)
+    assert job(other, out) == 0
+    with faults(monkeypatch, 18), pytest.raises(Killed):
+        job(source, out, seed=1, overwrite=True)
+    out.with_name("out.jsonl.partial").unlink()
+    assert job(source, out, seed=1) == 3
+    assert same(out.read_bytes(), wanted, ordered=False)
+
+
 @pytest.mark.parametrize(
     "tail",
     [
@@ -168,6 +201,7 @@ def test_answers_that_are_all_there_need_no_model(
         b'{"id": "batch_req_',
         b'{"id": "batch_req_0123456789abcdef0123456789abcdef", "custom_id": "z"}\n',
         b"not an answer\n",
+        b'{"id": "batch_req_0123456789abcdef0123456789abcdef", "response": {"body": {}}}',
         b'{"id": "batch_req_0123456789abcdef0123456789abcdef", "response": {"bo\n',
     ],
 )
@@ -185,6 +219,15 @@ def test_what_is_no_answer_is_cut_with_all_behind_it(
     assert job(source, out, ordered=True) == 3
     assert out.read_bytes() == wanted
     assert f"{num_cut} bytes of a torn line were cut" in capsys.readouterr().err
+
+
+def test_an_answer_without_its_line_end_is_torn(source: Path, out: Path) -> None:
+    assert job(source, out) == 3
+    data = out.read_bytes()
+    out.write_bytes(data[:-1])
+    found = recover(out)
+    assert found.num_bytes == data.rindex(b"\n", 0, -1) + 1
+    assert found.num_bytes + found.num_cut == len(data) - 1
 
 
 def test_an_answer_that_is_there_twice_counts_once(source: Path, out: Path, tmp_path: Path) -> None:
@@ -210,7 +253,7 @@ def test_a_disk_that_fails_at_any_call_ends_cleanly(
     for at in range(len(counted.calls)):
         forget(out)
         capsys.readouterr()
-        with faults(monkeypatch, at, OSError(code, os.strerror(code))) as faulty:
+        with faults(monkeypatch, at, OSError(code, os.strerror(code))):
             status = job(source, out, ordered=ordered)
         shown = capsys.readouterr().err
         assert "Traceback" not in shown
@@ -221,7 +264,8 @@ def test_a_disk_that_fails_at_any_call_ends_cleanly(
             assert f"cannot write the output {out}: {os.strerror(code)}" in shown or (
                 f"cannot write {out}: {os.strerror(code)}" in shown
             )
-        del faulty
+        if counted.calls[at] in ("write", "fsync"):
+            assert not out.with_name("out.jsonl.partial.sorted").exists(), "it would take room"
         assert job(source, out, ordered=ordered) == 3
         assert same(out.read_bytes(), wanted, ordered)
 
@@ -466,6 +510,26 @@ def test_two_runs_are_kept_apart(
         assert not loads
     assert job(source, out) == 3, "a lock file that nobody holds is no hindrance"
     assert not lock.exists()
+
+
+def test_a_lock_file_that_its_holder_just_removed_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    taken: list[int] = []
+
+    def flock(descriptor: int, how: int) -> None:
+        if not taken:
+            path.unlink()  # between our opening it and locking it
+        taken.append(descriptor)
+        fcntl.flock(descriptor, how)
+
+    monkeypatch.setattr(files, "fcntl", SimpleNamespace(**vars(fcntl) | {"flock": flock}))
+    with files.locked(path):
+        assert len(taken) == 2
+        with pytest.raises(files.Locked), files.locked(path):
+            pass
 
 
 def test_a_file_system_without_locks_is_warned_of(

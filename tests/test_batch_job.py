@@ -78,6 +78,10 @@ def test_answers_have_openai_s_form() -> None:
     assert text_of(row) == "ABC"
     assert (summary.answered, summary.failed) == (1, 0)
     assert (summary.prompt_tokens, summary.output_tokens) == (3, 3)
+    body = row["response"]["body"]
+    # Nothing that depends on when it ran, or on what ran before: runs that were cut give the same.
+    assert body["created"] == 0
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
 
 
 def test_the_event_log_knows_prompts_by_their_lines() -> None:

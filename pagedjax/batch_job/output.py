@@ -161,8 +161,8 @@ class FileOutput:
     def begin(self, job: Manifest) -> Journal:
         """Makes a new job's files, and removes what was there; raises `CannotStart`."""
         try:
-            for path in (self._manifest_path, self.path, self.partial):
-                files.remove(path)  # the manifest first: what it tells of must never lack
+            for path in (self.path, self.partial):
+                files.remove(path)  # before a manifest says that what is there is this job's
             journal = Journal(self.partial, job.input["lines"], Recovered())
             job.write(self._manifest_path)
             self._take_pipe()
