@@ -88,8 +88,9 @@ def _headline(story: Story) -> str:
 
 def _summary(story: Story) -> list[str]:
     took = (story.ended.seconds if story.ended else 0.0) - story.added.seconds
+    who = "its samples " if story.num_samples > 1 else ""
     texts = [
-        f"waited {_steps(story.counts.num_wait_steps, story.counts.wait_seconds)} in all"
+        f"{who}waited {_steps(story.counts.num_wait_steps, story.counts.wait_seconds)} in all"
         + (f", took {took:.3f} s" if story.ended else "")
         + f"; {story.counts.num_cached_tokens} of {_count(len(story.tokens), 'prompt token')} came "
         f"from the prefix cache"
@@ -182,14 +183,14 @@ def _waited(wait: Wait) -> str:
 def _blocked(wait: Wait) -> str:
     match wait.reason:
         case "pages":
-            kept = f", and what ran was to have {wait.reserved} more" if wait.reserved else ""
-            return f"it needed {_count(wait.needed, 'page')} and {wait.free} were free{kept}"
+            kept = f", {wait.reserved} to be kept for what ran" if wait.reserved else ""
+            return f"it needed {_count(wait.needed, 'page')} and {_were_free(wait.free)}{kept}"
         case "slots":
             if wait.needed == 1 and wait.free == 0:
                 return "all slots were taken"
             return (
-                f"it needed {_count(wait.needed, 'slot')} and {wait.free} were free, "
-                f"{wait.reserved} of them kept for samples to come"
+                f"it needed {_count(wait.needed, 'slot')} and {_were_free(wait.free)}, "
+                f"{wait.reserved} to be kept for samples to come"
             )
         case "tokens":
             return "the tokens of each step were given to others"
@@ -199,6 +200,10 @@ def _blocked(wait: Wait) -> str:
             return "nobody is admitted while running ones give way"
         case reason:
             return reason
+
+
+def _were_free(count: int) -> str:
+    return f"{count or 'none'} {'was' if count == 1 else 'were'} free"
 
 
 def _missed(miss: Miss) -> str:
@@ -235,9 +240,9 @@ def _preempted(history: History, story: Story, fact: Fact) -> str:
     if not details["needed"]:
         return "gives its pages up while it waits for the other beams"
     who = "it" if details["needer"] in ("", story.name) else details["needer"]
-    free = details["free"]
-    why = f"{who} needed {_count(details['needed'], 'page')} and {free or 'none'} "
-    why += "was free" if free == 1 else "were free"
+    if details["is_sibling"]:
+        who = f"sample {details['needer_sample']}"
+    why = f"{who} needed {_count(details['needed'], 'page')} and {_were_free(details['free'])}"
     gives = f"gives up {_count(details['num_pages'], 'page')} with "
     gives += _count(details["num_tokens"], "token")
     if details["mode"] == "recompute":

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from pagedjax.events import Event, Header, Logged
-from pagedjax.explain import WIDTH, explain, overview
+from pagedjax.explain import WIDTH, _waited, explain, overview
 from pagedjax.history import Fact, History, Miss, Story
+from pagedjax.history.story import Wait
 from pagedjax.request import FinishReason, Sequence
 from pagedjax.scheduling.recorder import name_of
 from tests.event_logs import Trace
@@ -350,6 +351,29 @@ def test_samples_are_told_apart() -> None:
     assert "sample 1: ended (length) after 3 tokens" in text
     assert "is copied to" in text
     assert "9 prompt tokens, 2 samples, 6 tokens generated, length" in text
+
+
+def test_a_sample_that_gives_way_to_another_says_to_which() -> None:
+    bench = Recorded(num_pages=17)
+    bench.finish_all(bench.add(30, n=4, max_tokens=20))
+    preempted = bench.facts(0, "preempted")
+    assert len(preempted) > 1
+    text = bench.text(0)
+    assert "its samples waited " in text
+    for fact in preempted:
+        details = fact.details
+        assert details["is_sibling"] == (details["needer_sample"] != fact.sample)
+        who = f"sample {details['needer_sample']}" if details["is_sibling"] else "it"
+        assert f"sample {fact.sample}: preempted, to be computed again: {who} needed" in text
+    assert any(fact.details["needer_sample"] == 0 for fact in preempted)
+    assert any(fact.details["is_sibling"] for fact in preempted)
+
+
+def test_pages_that_are_kept_may_be_more_than_are_free() -> None:
+    wait = Wait("a", is_head=True, reason="pages", needed=1, free=1, reserved=4, num_steps=2)
+    assert _waited(wait) == (
+        "2 steps first in the queue: it needed 1 page and 1 was free, 4 to be kept for what ran"
+    )
 
 
 def test_a_request_is_known_by_its_label_and_by_its_id() -> None:

@@ -143,6 +143,8 @@ class History:
             "preempted",
             mode=mode,
             needer=self._sequences.story(needer).name if needer else "",
+            is_sibling=needer != name and needer.split(".")[0] == one.story.arrival,
+            needer_sample=_sample(needer),
             needed=needed,
             free=free,
             num_pages=len(one.table),
@@ -268,3 +270,8 @@ class History:
     def _count_wait(self, story: Story, since: Moment, num_steps: int) -> None:
         story.counts.num_wait_steps += num_steps
         story.counts.wait_seconds += self.now.seconds - since.seconds
+
+
+def _sample(name: str) -> int:
+    """Of a sequence's name."""
+    return int(name.partition(".")[2] or 0)
