@@ -311,7 +311,8 @@ def _add_event_log(made: Parser) -> None:
         "--event-log",
         metavar="FILE",
         help="write all that the scheduler is asked and decides (prompts as token ids, too); "
-        "`pagedjax explain --event-log FILE` then says why a request waited or was slow",
+        "`pagedjax explain --event-log FILE` then says why a request waited or was slow; each run "
+        "begins the file anew, one that continues a job too",
     )
 
 
