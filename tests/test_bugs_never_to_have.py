@@ -430,9 +430,10 @@ def test_a_test_that_is_skipped_or_misspelt_is_no_guard() -> None:
 @pytest.mark.parametrize("policy", ["latest", "least_cost"])
 def test_no_plan_holds_a_victim_of_its_own(policy: str) -> None:
     """Bug 10: what gave its pages up waits, and what is in the plan runs in its slot."""
-    sizes: dict[str, Any] = {"num_pages": 20, "num_host_pages": 9, "victim_policy": policy}
-    bench = Bench(max_num_seqs=6, **sizes)
-    shapes = [(9, 1, 30), (16, 2, 24), (3, 1, 40), (22, 1, 8), (5, 3, 20)]
+    sizes: dict[str, Any] = {"num_pages": 18, "max_num_seqs": 8, "victim_policy": policy}
+    bench = Bench(**sizes, preemption_mode="recompute", enable_prefix_caching=False)
+    # The old ones are short, hence cheap to take from, and in the plan when pages run out.
+    shapes = [(2, 1, 50), (3, 1, 50), (1, 1, 50), (4, 1, 40), (14, 2, 20), (20, 1, 20), (17, 1, 12)]
     requests = [bench.add(length, n=n, max_tokens=tokens) for length, n, tokens in shapes]
     everyone = list(chain.from_iterable(requests))
     num_victims = 0
