@@ -29,6 +29,7 @@ from pagedjax.plan import StepPlan, StepResult
 from pagedjax.request import FinishReason
 from tests.helpers import VOCAB as MODEL_VOCAB
 from tests.helpers import dense_greedy
+from tests.test_runner import fill, idle_plan, recorded_plans
 from tests.test_scheduler import Bench, scheduled
 from tests.tiny_engine import HOST_PAGES, answer, answers, drain, tiny_engine, tiny_llm, tokens_of
 
@@ -231,6 +232,7 @@ BUGS: dict[int, Bug] = {
             RUNNER + "test_copies_come_before_the_steps_writes",
             RUNNER + "test_swaps_out_come_before_swaps_in_and_those_before_copies",
             SWAP + "test_copies_that_did_not_run_are_not_believed",
+            HERE + "test_copies_of_a_step_are_made_before_anything_of_it_is_written",
         ),
     ),
     20: Bug(
@@ -563,6 +565,21 @@ def test_the_null_page_is_neither_read_nor_written(pools: Callable[[], list[np.n
     assert engine.scheduler.stats.num_cow_copies > 0
     for pool in pools():
         assert np.isnan(pool[0]).all()
+
+
+def test_copies_of_a_step_are_made_before_anything_of_it_is_written() -> None:
+    """Bug 19: later they would bring what a sibling writes to the same place of its own page."""
+    runner: Any = tiny_llm().engine.runner
+    plan = next(plan for plan in recorded_plans() if plan.copies)
+    alone = replace(idle_plan(runner), copies=plan.copies)
+    found: list[list[np.ndarray]] = []
+    for steps in ((plan,), (alone, replace(plan, copies=()))):
+        fill(runner, 1)
+        for step in steps:
+            runner.run(step)
+        found.append([np.array(pool) for pool in runner.kv_cache.kv_pages])
+    for together, apart in zip(*found, strict=True):
+        np.testing.assert_array_equal(together, apart)
 
 
 @pytest.mark.parametrize("stale", [-1, 10**6, "another"])
