@@ -65,6 +65,10 @@ class Recorder:
         self.ends.append(time.perf_counter())
         return result
 
+    def recover(self) -> bool:
+        """As the runner's."""
+        return self.runner.recover()
+
 
 def main() -> int:
     """Parses, measures, prints."""

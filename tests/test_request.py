@@ -156,7 +156,7 @@ def test_steps_report_what_the_choice_needs() -> None:
 
 def test_beam_search_is_greedy_whatever_was_left_out() -> None:
     params = SamplingParams(
-        beam_width=3, length_penalty=-1, early_stopping="never", min_tokens=2, stop_token_ids=[1]
+        beam_width=3, length_penalty=-1, early_stopping="never", min_tokens=2, stop_token_ids=(1,)
     )
     assert params.is_greedy
     assert isinstance(params.length_penalty, float)

@@ -10,7 +10,7 @@ over a model, against itself in no hurry.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -192,15 +192,10 @@ def asked_of(trace: Trace) -> Asked:
         shared = prefix[: int(rng.choice([0, 24, 60] if trace.is_chunked else [0, 8, 16]))]
         own = rng.integers(3, MODEL_VOCAB, int(rng.integers(1, 30 if trace.is_chunked else 8)))
         drawn = params_of(rng, 3, int(rng.integers(4, 30)))
-        changes = {"temperature": drawn.temperature, "seed": number, "logprobs": 3}
-        params = SamplingParams(
-            n=drawn.n,
-            beam_width=drawn.beam_width,
-            max_tokens=drawn.max_tokens,
-            ignore_eos=True,
-            prompt_logprobs=drawn.prompt_logprobs,
-            **({"logprobs": 3} if drawn.beam_width else changes),
-        )
+        changes: dict[str, Any] = {"logprobs": 3, "ignore_eos": True}
+        if drawn.beam_width is None:
+            changes["seed"] = number
+        params = replace(drawn, **changes)
         asked[f"request {number}"] = (shared + own.tolist(), params)
     return asked
 
