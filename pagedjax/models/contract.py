@@ -43,11 +43,16 @@ class FlatModel:
     @property
     def num_bytes(self) -> int:
         """Bytes of all parameters."""
-        return sum(leaf.nbytes for leaf in self.leaves)
+        return sum(_num_bytes(leaf) for leaf in self.leaves)
 
 
-def flatten(model: Any) -> FlatModel:
+def flatten(model: Any, *, is_abstract: bool = False) -> FlatModel:
     """Takes a model apart.
+
+    Args:
+      model: with its parameters.
+      is_abstract: they are only shapes and dtypes, as `nnx.eval_shape` makes them; such a model
+        can be sized and traced, not run.
 
     Raises:
       ConfigError: it has no parameters, or a size is missing or no positive integer.
@@ -65,7 +70,8 @@ def flatten(model: Any) -> FlatModel:
         def merge(arrays: Any) -> Any:
             return jax.tree.unflatten(tree, arrays)
 
-    if not leaves or not all(isinstance(leaf, jax.Array) for leaf in leaves):
+    kind = jax.ShapeDtypeStruct if is_abstract else jax.Array
+    if not leaves or not all(isinstance(leaf, kind) for leaf in leaves):
         raise ConfigError(
             "`model` must be a Flax NNX module or a registered pytree whose leaves are all JAX "
             f"arrays (its parameters). Got {type(model).__name__} with "
@@ -161,11 +167,15 @@ def _size(model: Any, name: str) -> int:
     return value
 
 
+def _num_bytes(leaf: Any) -> int:
+    return leaf.size * leaf.dtype.itemsize
+
+
 def _main_dtype(leaves: Any) -> jnp.dtype:
     sizes: Counter[jnp.dtype] = Counter()
     for leaf in leaves:
         if jnp.issubdtype(leaf.dtype, jnp.floating):
-            sizes[jnp.dtype(leaf.dtype)] += leaf.nbytes
+            sizes[jnp.dtype(leaf.dtype)] += _num_bytes(leaf)
     return sizes.most_common(1)[0][0] if sizes else jnp.dtype(jnp.float32)
 
 
