@@ -35,8 +35,8 @@ MODES = ("auto", "swap", "recompute")
 WAYS = list(product(POOLS, MODES, (True, False), (True, False), (True, False)))
 NUM_TRACES = 500
 MAX_STEPS = 5_000
-# Of logprobs: steps have other shapes, so sums run in another order. Of a logprob of -16 one unit in
-# the last place is 1e-6 already, hence the relative part; 9.5e-6 is the most seen in the ordinary run.
+# Of logprobs: steps have other shapes, so sums run in another order. One unit in the last place of
+# -16 is 1e-6 already, hence the relative part; 9.5e-6 is the most seen in the ordinary run.
 TOLERANCE = 1e-5
 RELATIVE = 1e-6
 
