@@ -35,6 +35,22 @@ class DeviceDefaults:
     dtype: str  # for weights that are quantised in their file
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What sizes are decided for: the device at hand, or one that is only described."""
+
+    name: str
+    platform: Platform
+    memory: DeviceMemory
+    host_memory: DeviceMemory
+    is_here: bool = True
+
+    @property
+    def defaults(self) -> DeviceDefaults:
+        """Engine options that nobody set."""
+        return _DEFAULTS[self.platform]
+
+
 # CPU: a step of 512 tokens is bound by its matrix products already, a longer one only delays
 # the running requests. GPU and TPU: what keeps their matrix units busy.
 _DEFAULTS: dict[Platform, DeviceDefaults] = {
@@ -54,6 +70,11 @@ def name() -> str:
     """What a person calls the default device."""
     device = jax.devices()[0]
     return f"{device.device_kind} x{os.cpu_count()}" if platform() == "cpu" else device.device_kind
+
+
+def here() -> Target:
+    """The default device as it is now."""
+    return Target(name=name(), platform=platform(), memory=memory(), host_memory=host_memory())
 
 
 def defaults() -> DeviceDefaults:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from pagedjax import device
+from pagedjax.device import Platform
 from pagedjax.errors import ConfigError
 from pagedjax.models import contract
 from pagedjax.models.contract import FlatModel
@@ -31,9 +32,19 @@ class KernelChoice:
 
 
 def choose(
-    model: FlatModel, cache_dtype: jnp.dtype, page_size: int, asked: str | None
+    model: FlatModel,
+    cache_dtype: jnp.dtype,
+    page_size: int,
+    asked: str | None,
+    platform: Platform | None = None,
 ) -> KernelChoice:
     """The implementation that was asked for, or the fastest that can run the model.
+
+    Args:
+      model: as `contract.flatten` takes it apart.
+      cache_dtype, page_size: of the pool.
+      asked: a name; None: choose.
+      platform: of the device that is traced for; None: of the one at hand.
 
     Raises:
       ConfigError: the one that was asked for does not exist or cannot run the model here.
@@ -45,7 +56,8 @@ def choose(
         )
     if asked is not None:
         return _try(model, cache_dtype, page_size, asked, "asked for")
-    kernels, kind = MOSAIC.get(device.platform()), device.platform().upper()
+    platform = platform or device.platform()
+    kernels, kind = MOSAIC.get(platform), platform.upper()
     reason = f"the portable one; device is a {kind}"
     if kernels is not None:
         try:

@@ -32,6 +32,7 @@ from pagedjax.config import (
     SchedulerConfig,
     check_page_size,
 )
+from pagedjax.device import DeviceDefaults, Target
 from pagedjax.engine import LLMEngine
 from pagedjax.errors import ConfigError
 from pagedjax.events import EventLog
@@ -127,16 +128,10 @@ def start_engine(
     events = None if options.event_log is None else EventLog(options.event_log)
     keep_compiled_steps()
     flat = contract.flatten(model)
-    dtype = flat.dtype if options.dtype == "auto" else jnp.dtype(options.dtype)
-    cache_dtype = _cache_dtype(options, dtype)
-    contract.check(flat, cache_dtype)
-    page_size = options.page_size or device.defaults().page_size
-    check_page_size(page_size)
-    choice = kernel_choice.choose(flat, cache_dtype, page_size, options.attention_implementation)
-    _check_cascade(options, choice)
-    free = device.memory().free
-    config, layout, pool = _resolve(flat, options, facts, cache_dtype, choice)
-    runner = _runner(flat, config, cache_dtype, choice, options)
+    target = device.here()
+    sizes = decide(flat, options, facts, target)
+    config, layout = sizes.config, sizes.layout
+    runner = _runner(flat, config, sizes.cache_dtype, sizes.choice, options)
     compiling = time.monotonic()
     runner.warm_up(progress)
     now = time.monotonic()
@@ -150,13 +145,13 @@ def start_engine(
     )
     report = StartupReport(
         model=facts.name,
-        device=device.name(),
-        dtype=str(dtype),
-        kv_cache_dtype=str(cache_dtype),
-        attention=str(choice),
+        device=target.name,
+        dtype=str(sizes.dtype),
+        kv_cache_dtype=str(sizes.cache_dtype),
+        attention=str(sizes.choice),
         weights_bytes=flat.num_bytes,
         load_seconds=facts.load_seconds,
-        memory_free_bytes=free,
+        memory_free_bytes=target.memory.free,
         pool_bytes=runner.kv_cache.nbytes,
         page_size=config.page_size,
         num_pages=config.num_pages,
@@ -165,7 +160,7 @@ def start_engine(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_concurrency=pool.concurrency(layout),
+        max_concurrency=sizes.pool.concurrency(layout),
         buckets=config.buckets,
         num_compiled=runner.num_compiled,
         compile_seconds=now - compiling,
@@ -195,15 +190,51 @@ def keep_compiled_steps() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def _resolve(
-    flat: FlatModel,
-    options: EngineConfig,
-    facts: ModelFacts,
-    cache_dtype: jnp.dtype,
-    choice: KernelChoice,
-) -> tuple[SchedulerConfig, PageLayout, PoolSize]:
-    defaults = device.defaults()
-    page_size = options.page_size or defaults.page_size
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What every option that nobody set became, and how much the pool has room for.
+
+    Attributes:
+      dtype: of the model.
+      cache_dtype: of pages.
+      choice: of the implementation of attention.
+      config, layout, pool: the sizes themselves.
+      step_bytes: temporaries of the largest step, taken off the pool's memory; None: not known,
+        because it was not compiled (it is for an accelerator at hand, to size the pool).
+      transfer_bytes: what pages on their way to the swap space take, taken off too.
+    """
+
+    dtype: jnp.dtype
+    cache_dtype: jnp.dtype
+    choice: KernelChoice
+    config: SchedulerConfig
+    layout: PageLayout
+    pool: PoolSize
+    step_bytes: int | None
+    transfer_bytes: int
+
+
+def decide(flat: FlatModel, options: EngineConfig, facts: ModelFacts, target: Target) -> Sizes:
+    """Resolves every "choose for the device"; allocates nothing that stays.
+
+    Args:
+      flat: the model; shapes and dtypes are enough.
+      options: what was asked for.
+      facts: what else is known of the model.
+      target: the device, its free memory without the weights'.
+
+    Raises:
+      ConfigError, CapacityError: as `start_engine` does.
+    """
+    dtype = flat.dtype if options.dtype == "auto" else jnp.dtype(options.dtype)
+    cache_dtype = _cache_dtype(options, dtype)
+    contract.check(flat, cache_dtype)
+    page_size = options.page_size or target.defaults.page_size
+    check_page_size(page_size)
+    choice = kernel_choice.choose(
+        flat, cache_dtype, page_size, options.attention_implementation, target.platform
+    )
+    _check_cascade(options, choice)
     layout = PageLayout(
         flat.num_layers,
         flat.num_kv_heads,
@@ -212,33 +243,65 @@ def _resolve(
         cache_dtype.itemsize,
         jnp.dtype(jnp.float32).itemsize if cache_dtype in LARGEST else 0,
     )
+    step_bytes = None
+    if target.is_here and target.platform != "cpu" and options.num_pages is None:
+        step_bytes = _step_bytes(flat, options, layout, cache_dtype, choice)
+    transfer_bytes = host_pool.temp_bytes(layout.page_bytes) if options.swap_space else 0
+    budget = pool_budget(
+        on_cpu=target.platform == "cpu",
+        free_bytes=target.memory.free - transfer_bytes - (step_bytes or 0),
+        total_bytes=target.memory.total,
+        utilization=options.memory_utilization,
+    )
+    config, pool = _resolve(flat.vocab_size, options, facts, layout, target, budget)
+    return Sizes(
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        choice=choice,
+        config=config,
+        layout=layout,
+        pool=pool,
+        step_bytes=step_bytes,
+        transfer_bytes=transfer_bytes,
+    )
+
+
+def _resolve(
+    vocab_size: int,
+    options: EngineConfig,
+    facts: ModelFacts,
+    layout: PageLayout,
+    target: Target,
+    budget: int,  # bytes that the pool may take
+) -> tuple[SchedulerConfig, PoolSize]:
+    defaults = target.defaults
     max_num_seqs = options.max_num_seqs or min(
         defaults.max_num_seqs, options.max_num_batched_tokens or defaults.max_num_seqs
     )
     model_len = _model_len(options, facts)
     pool = size_pool(
         layout,
-        budget=_budget(flat, options, layout, cache_dtype, choice),
+        budget=budget,
         model_len=model_len,
         asked_len=options.max_model_len,
         asked_pages=options.num_pages,
         max_num_seqs=max_num_seqs,
-        free_bytes=device.memory().free,
+        free_bytes=target.memory.free,
     )
     most_tokens = max_num_seqs * pool.max_model_len
     tokens = options.max_num_batched_tokens or max(
-        max_num_seqs, min(_default_tokens(options), most_tokens)
+        max_num_seqs, min(_default_tokens(options, defaults), most_tokens)
     )
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=tokens,
         max_model_len=pool.max_model_len,
-        page_size=page_size,
+        page_size=layout.page_size,
         num_pages=pool.num_pages,
-        vocab_size=flat.vocab_size,
+        vocab_size=vocab_size,
         enable_prefix_caching=options.enable_prefix_caching,
         batch_invariant=options.batch_invariant,
-        num_host_pages=_num_host_pages(options, layout, pool),
+        num_host_pages=_num_host_pages(options, layout, pool, target),
         preemption_mode=options.preemption_mode,
         victim_policy=options.victim_policy,
         scheduling_policy=options.scheduling_policy,
@@ -246,19 +309,17 @@ def _resolve(
         max_queue_requests=options.max_queue_requests,
         max_queue_tokens=options.max_queue_tokens,
     )
-    return config, layout, pool
+    return config, pool
 
 
-def _default_tokens(options: EngineConfig) -> int:
+def _default_tokens(options: EngineConfig, defaults: DeviceDefaults) -> int:
     """Tokens of a step; few where every step has as many."""
-    return (
-        SMALLEST_MIXED_BUCKET
-        if options.batch_invariant
-        else (device.defaults().max_num_batched_tokens)
-    )
+    return SMALLEST_MIXED_BUCKET if options.batch_invariant else defaults.max_num_batched_tokens
 
 
-def _num_host_pages(options: EngineConfig, layout: PageLayout, pool: PoolSize) -> int:
+def _num_host_pages(
+    options: EngineConfig, layout: PageLayout, pool: PoolSize, target: Target
+) -> int:
     if options.swap_space == 0:
         if options.preemption_mode == "swap":
             logger.warning(
@@ -266,8 +327,8 @@ def _num_host_pages(options: EngineConfig, layout: PageLayout, pool: PoolSize) -
                 "gives way is computed again. Set `swap_space` to some GiB."
             )
         return 0
-    free = device.host_memory().free
-    if device.platform() == "cpu":  # where the page pool is in the same memory
+    free = target.host_memory.free
+    if target.platform == "cpu":  # where the page pool is in the same memory
         free -= pool.num_pages * layout.page_bytes
     num_host_pages = host_pages_in(layout, options.swap_space, free)
     if num_host_pages == 0:
@@ -298,26 +359,6 @@ def _model_len(options: EngineConfig, facts: ModelFacts) -> int:
     return facts.max_model_len
 
 
-def _budget(
-    flat: FlatModel,
-    options: EngineConfig,
-    layout: PageLayout,
-    cache_dtype: jnp.dtype,
-    choice: KernelChoice,
-) -> int:
-    """Bytes that the pool may take, before anything is allocated for it."""
-    memory = device.memory()
-    temporaries = host_pool.temp_bytes(layout.page_bytes) if options.swap_space else 0
-    if device.platform() != "cpu" and options.num_pages is None:
-        temporaries += _step_bytes(flat, options, layout, cache_dtype, choice)
-    return pool_budget(
-        on_cpu=device.platform() == "cpu",
-        free_bytes=memory.free - temporaries,
-        total_bytes=memory.total,
-        utilization=options.memory_utilization,
-    )
-
-
 def _step_bytes(
     flat: FlatModel,
     options: EngineConfig,
@@ -328,7 +369,7 @@ def _step_bytes(
     """Temporaries of the largest step, compiled once over a pool of two pages."""
     defaults = device.defaults()
     seqs = options.max_num_seqs or defaults.max_num_seqs
-    tokens = options.max_num_batched_tokens or _default_tokens(options)
+    tokens = options.max_num_batched_tokens or _default_tokens(options, defaults)
     probe = SchedulerConfig(
         max_num_seqs=seqs,
         max_num_batched_tokens=max(seqs, tokens),
