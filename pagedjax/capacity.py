@@ -51,9 +51,9 @@ class PoolSize:
     num_pages: int  # the null page included
     max_model_len: int
 
-    def concurrency(self, layout: PageLayout) -> float:
-        """Requests of `max_model_len` that fit at once."""
-        return (self.num_pages - 1) / layout.pages_for(self.max_model_len)
+    def concurrency(self, layout: PageLayout, length: int | None = None) -> float:
+        """Requests of `length` tokens (None: of `max_model_len`) that fit at once."""
+        return (self.num_pages - 1) / layout.pages_for(length or self.max_model_len)
 
 
 def pool_budget(

@@ -26,7 +26,7 @@ HOST_HALF = CONTRACTS["The host half never imports JAX"]["source_modules"]
 MAY_IMPORT_JAX = {
     "attention", "device", "host_pool", "kv_cache", "models", "runner", "sampling",  # device half
     "weights",
-    "engine", "kernel_choice", "startup", "llm", "progress", "report",  # composition
+    "engine", "kernel_choice", "startup", "memory_plan", "llm", "progress", "report",  # composition
     "batch_job", "doctor", "server", "cli", "__main__",  # programs
 }  # fmt: skip
 
