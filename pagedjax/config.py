@@ -35,6 +35,8 @@ KV_CACHE_DTYPES = {
     "fp8_e4m3": "float8_e4m3fn",
     "int8": "int8",
 }
+# quantization -> the dtype's name; None: weights stay as they are.
+QUANTIZATIONS = {"none": None, "int8": "int8", "float8": "float8_e4m3fn", "fp8": "float8_e4m3fn"}
 ALIASES = {"gpu_memory_utilization": "memory_utilization", "block_size": "page_size"}
 MAX_PAGE_SIZE = 256
 SMALLEST_MIXED_BUCKET = 64  # smaller prompts are padded: a compilation costs more than that
@@ -61,6 +63,9 @@ class EngineConfig:
       attention_implementation: kernel to use; None: the best for the device.
       kv_cache_dtype: of pages; "auto" is `dtype`. "fp8" (float8_e4m3fn) and "int8" hold about
         twice as many tokens, each vector with a scale of its own.
+      quantization: of the layers' matrices, when they are loaded: "int8", or "float8" (also "fp8":
+        float8_e4m3fn), with a float32 scale for each output; activations, embeddings and the output
+        head stay in `dtype`. Halves the weights of a 16-bit model. "none": they stay as they are.
       cascade_attention: sequences that share a long prefix read it once (Pallas kernels only).
       batch_invariant: a request gets the same bits whatever else runs, however its prompt is cut
         and whatever becomes of its pages. Every step is then padded to `max_num_batched_tokens`
@@ -95,6 +100,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     attention_implementation: str | None = None
     kv_cache_dtype: str = "auto"
+    quantization: str = "none"
     cascade_attention: bool = False
     batch_invariant: bool = False
     swap_space: float = 0.0
@@ -129,6 +135,7 @@ class EngineConfig:
             raise ConfigError(
                 f"`kv_cache_dtype` must be one of {', '.join(KV_CACHE_DTYPES)}. Got {cache!r}."
             )
+        quantized_dtype(self.quantization)
         for name in ("enable_prefix_caching", "cascade_attention", "batch_invariant"):
             value: Any = getattr(self, name)
             if not isinstance(value, bool):
@@ -267,6 +274,15 @@ def growing(low: int, high: int, *, factor: int) -> tuple[int, ...]:
     while values[-1] < high:
         values.append(min(values[-1] * factor, high))
     return tuple(values)
+
+
+def quantized_dtype(quantization: Any) -> str | None:
+    """The name of the dtype of quantised weights, None for "none"; raises `ConfigError`."""
+    if not isinstance(quantization, str) or quantization not in QUANTIZATIONS:
+        raise ConfigError(
+            f"`quantization` must be one of {', '.join(QUANTIZATIONS)}. Got {quantization!r}."
+        )
+    return QUANTIZATIONS[quantization]
 
 
 def check_page_size(page_size: int) -> None:

@@ -82,7 +82,14 @@ class LLM:
             loaded = load_model(
                 resolve_model(os.fspath(model)),
                 dtype=config.dtype,
+                quantization=config.quantization,
                 default_dtype=jnp.dtype(device.defaults().dtype),
+            )
+        elif config.quantization != "none":
+            raise ConfigError(
+                "`quantization` must be used with a model that is loaded from files: weights are "
+                f"quantised as they are read. Got {config.quantization!r} and a model of your own, "
+                f"a {type(model).__name__}: leave the option out, or give its files."
             )
         self.tokenizer = _tokenizer(tokenizer, loaded)
         self.model_name = type(model).__name__ if loaded is None else loaded.name

@@ -56,6 +56,7 @@ class StartupReport:
     model: str
     device: str
     dtype: str
+    quantization: str  # of the layers' matrices; "none": they are in `dtype`
     kv_cache_dtype: str
     attention: str  # implementation, and why
     weights_bytes: int
@@ -83,9 +84,10 @@ class StartupReport:
         """For people."""
         tokens = (self.num_pages - 1) * self.page_size
         swap_gib = self.num_host_pages * self.page_bytes / GIB
+        quantized = "" if self.quantization == "none" else f" in {self.quantization}"
         swap = f", {self.num_host_pages} more in {swap_gib:.2f} GiB of swap space"
         return [
-            f"Model {self.model} in {self.dtype} on {self.device}: weights "
+            f"Model {self.model} in {self.dtype} on {self.device}: weights{quantized} "
             f"{self.weights_bytes / GIB:.2f} GiB, loaded in {self.load_seconds:.1f} s",
             f"Memory: {self.memory_free_bytes / GIB:.2f} GiB free, "
             f"{self.pool_bytes / GIB:.2f} GiB for the KV cache: {self.num_pages} pages of "
@@ -147,6 +149,7 @@ def start_engine(
         model=facts.name,
         device=target.name,
         dtype=str(sizes.dtype),
+        quantization=options.quantization,
         kv_cache_dtype=str(sizes.cache_dtype),
         attention=str(sizes.choice),
         weights_bytes=flat.num_bytes,

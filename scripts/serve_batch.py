@@ -262,12 +262,6 @@ def _add_engine(made: Parser) -> None:
         help="the kernel: mosaic_gpu, mosaic_tpu or xla (default: the best one for the device)",
     )
     group.add_argument(
-        "--kv-cache-dtype",
-        metavar="TYPE",
-        help="of keys and values in pages: auto (default), fp8 or int8; the last two hold about "
-        "twice as many tokens",
-    )
-    group.add_argument(
         "--cascade-attention",
         action="store_true",
         help="sequences that share a long prefix read it once (Pallas kernels only)",
@@ -278,6 +272,7 @@ def _add_engine(made: Parser) -> None:
         help="the same bits for a prompt whatever else runs; every step then has "
         "--max-num-batched-tokens (default here: --max-num-seqs, at least 64)",
     )
+    _add_narrow_types(made)
     _add_memory_pressure(made)
     _add_event_log(made)
     _add_policy(made)
@@ -313,6 +308,22 @@ def _add_event_log(made: Parser) -> None:
         help="write all that the scheduler is asked and decides (prompts as token ids, too); "
         "`pagedjax explain --event-log FILE` then says why a request waited or was slow; each run "
         "begins the file anew, one that continues a job too",
+    )
+
+
+def _add_narrow_types(made: Parser) -> None:
+    group = made.add_argument_group("eight bits")
+    group.add_argument(
+        "--kv-cache-dtype",
+        metavar="TYPE",
+        help="of keys and values in pages: auto (default), fp8 or int8; the last two hold about "
+        "twice as many tokens",
+    )
+    group.add_argument(
+        "--quantization",
+        metavar="TYPE",
+        help="of the layers' matrices, as they are loaded: int8 or float8 (also fp8); half the "
+        "memory of 16-bit weights, slower on a CPU (default: none)",
     )
 
 

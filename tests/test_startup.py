@@ -237,6 +237,7 @@ REPORT = StartupReport(
     model="Tiny",
     device="cpu x2",
     dtype="float32",
+    quantization="none",
     kv_cache_dtype="float32",
     attention="xla (asked for)",
     weights_bytes=3 * 2**29,

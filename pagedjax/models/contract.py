@@ -34,7 +34,7 @@ class FlatModel:
 
     leaves: tuple[jax.Array, ...]
     merge: Callable[[Any], Any]  # leaves -> the model; called under a trace
-    dtype: jnp.dtype  # of most of its floating-point parameters, by bytes
+    dtype: jnp.dtype  # of most of its floating-point matrices, by bytes; 8-bit ones are not asked
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -172,10 +172,12 @@ def _num_bytes(leaf: Any) -> int:
 
 
 def _main_dtype(leaves: Any) -> jnp.dtype:
+    """What a model computes in: not what its weights are packed in, nor what their scales are."""
+    wide = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    wide = [leaf for leaf in wide if leaf.dtype.itemsize > 1]
     sizes: Counter[jnp.dtype] = Counter()
-    for leaf in leaves:
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            sizes[jnp.dtype(leaf.dtype)] += _num_bytes(leaf)
+    for leaf in [leaf for leaf in wide if leaf.ndim > 1] or wide:
+        sizes[jnp.dtype(leaf.dtype)] += _num_bytes(leaf)
     return sizes.most_common(1)[0][0] if sizes else jnp.dtype(jnp.float32)
 
 

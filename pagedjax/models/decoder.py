@@ -102,9 +102,23 @@ class DecoderLayer(nnx.Module):
     q, k and v are one product, and so are gate and up: fewer, larger products.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs | None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: jnp.dtype,
+        weight_dtype: jnp.dtype | None,
+        rngs: nnx.Rngs | None,
+    ) -> None:
         def linear(in_features: int, out_features: int, use_bias: bool) -> Linear:
-            return Linear(in_features, out_features, use_bias=use_bias, dtype=dtype, rngs=rngs)
+            return Linear(
+                in_features,
+                out_features,
+                use_bias=use_bias,
+                dtype=dtype,
+                weight_dtype=weight_dtype,
+                rngs=rngs,
+            )
 
         def norm() -> RMSNorm:
             return RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, dtype=dtype)
@@ -146,10 +160,21 @@ class Decoder(nnx.Module):
         config: ModelConfig,
         *,
         dtype: DTypeLike = jnp.float32,
+        weight_dtype: DTypeLike | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> None:
-        """Random weights, or zeros to be filled from a file if `rngs` is None."""
+        """Random weights, or zeros to be filled from a file if `rngs` is None.
+
+        Args:
+          config: sizes and switches.
+          dtype: of parameters and activations.
+          weight_dtype: int8 or float8_e4m3fn for the matrices of the layers, with a scale for each
+            output; embedding and output head, whose errors go straight into the logits, stay in
+            `dtype`. None: all are in `dtype`. An 8-bit model is served, not trained.
+          rngs: where random weights come from.
+        """
         dtype = jnp.dtype(dtype)
+        narrow = None if weight_dtype is None else jnp.dtype(weight_dtype)
         self.config = config
         self.num_layers = config.num_layers
         self.num_kv_heads = config.num_kv_heads
@@ -158,7 +183,10 @@ class Decoder(nnx.Module):
         self.max_model_len = config.max_positions
         self.embedding = Embedding(config.vocab_size, config.embed_dim, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
-            [DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+            [
+                DecoderLayer(config, dtype=dtype, weight_dtype=narrow, rngs=rngs)
+                for _ in range(config.num_layers)
+            ]
         )
         self.norm = RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, dtype=dtype)
         self.head = (

@@ -11,6 +11,8 @@ from flax import nnx
 
 from pagedjax.models.decoder import ModelConfig
 
+type Build = Callable[[ModelConfig, jnp.dtype, jnp.dtype | None], nnx.Module]
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -46,12 +48,13 @@ class HFFamily:
     """A family in Hugging Face's form.
 
     Attributes:
-      build: the module, weights to be filled in; run under `nnx.eval_shape` it allocates nothing.
+      build: (config, dtype, 8-bit dtype of the layers' matrices or None) -> the module, weights to
+        be filled in; run under `nnx.eval_shape` it allocates nothing.
       from_hf: config.json -> config.
       layout: names in safetensors files.
     """
 
-    build: Callable[[ModelConfig, jnp.dtype], nnx.Module]
+    build: Build
     from_hf: Callable[[Mapping[str, Any]], ModelConfig]
     layout: Callable[[ModelConfig], Layout]
 
@@ -61,12 +64,13 @@ class GGUFFamily:
     """A family in a GGUF file.
 
     Attributes:
-      build: the module, weights to be filled in; run under `nnx.eval_shape` it allocates nothing.
+      build: (config, dtype, 8-bit dtype of the layers' matrices or None) -> the module, weights to
+        be filled in; run under `nnx.eval_shape` it allocates nothing.
       from_gguf: metadata, tensor names and the numbers of `rope_freqs.weight` (none if it is not
         there) -> config.
       layout: names in the file.
     """
 
-    build: Callable[[ModelConfig, jnp.dtype], nnx.Module]
+    build: Build
     from_gguf: Callable[[Mapping[str, Any], Collection[str], tuple[float, ...]], ModelConfig]
     layout: Callable[[ModelConfig], Layout]

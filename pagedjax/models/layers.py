@@ -3,6 +3,9 @@
 Weights are stored [out, in]: a row for each output. On a CPU that layout's product is the faster
 one, and it is the layout of the files. Products accumulate in float32 whatever the dtype, and
 float32 products are never rounded to a faster format. Norms and softmax are float32.
+
+A quantised weight is 8-bit values and a float32 scale for each output: its product is that of the
+values, which x's dtype holds exactly, times the scale. No scaled copy of the weight is made.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from pallas_kernels.quantize import quantize
 
 _INIT = nnx.initializers.normal(0.02)  # what GPT-2 and the Llama family start training from
 
@@ -20,7 +25,9 @@ def initial(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: jnp.dtype) -> 
 
 
 def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [num_rows, in] times weight [out, in]: f32[num_rows, out]."""
+    """x [num_rows, in] times weight [out, in] in x's dtype or 8-bit: f32[num_rows, out]."""
+    if weight.dtype.itemsize == 1:
+        weight = weight.astype(x.dtype)  # exact; a compiler may do it where the product reads
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     contract_last = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(
@@ -29,7 +36,7 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 class Linear(nnx.Module):
-    """`x @ weight.T + bias` with `weight [out, in]`."""
+    """`x @ weight.T * scale + bias` with `weight [out, in]`, `scale` f32[out] if it is 8-bit."""
 
     def __init__(
         self,
@@ -38,14 +45,22 @@ class Linear(nnx.Module):
         *,
         use_bias: bool = False,
         dtype: jnp.dtype,
+        weight_dtype: jnp.dtype | None = None,
         rngs: nnx.Rngs | None,
     ) -> None:
-        self.weight = nnx.Param(initial(rngs, (out_features, in_features), dtype))
+        """`weight_dtype`: int8 or float8_e4m3fn, to be used but not trained; None: `dtype`."""
+        weight, scale = initial(rngs, (out_features, in_features), dtype), None
+        if weight_dtype is not None:
+            weight, scale = quantize(weight, weight_dtype)
+        self.weight = nnx.Param(weight)
+        self.scale = None if scale is None else nnx.Param(scale)
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [num_rows, in] -> [num_rows, out] in x's dtype."""
         out = product(x, self.weight[...])
+        if self.scale is not None:
+            out = out * self.scale[...][None, :]
         if self.bias is not None:
             out = out + self.bias[...].astype(jnp.float32)[None, :]
         return out.astype(x.dtype)

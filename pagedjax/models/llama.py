@@ -116,9 +116,9 @@ def _matrix(name: str, rows: int, columns: int) -> Source:
     return Source(f"{name}.weight", (rows, columns))
 
 
-def build(config: ModelConfig, dtype: jnp.dtype) -> nnx.Module:
+def build(config: ModelConfig, dtype: jnp.dtype, weight_dtype: jnp.dtype | None) -> nnx.Module:
     """The module, with zeros for weights."""
-    return Decoder(config, dtype=dtype)
+    return Decoder(config, dtype=dtype, weight_dtype=weight_dtype)
 
 
 FAMILY = HFFamily(build, from_hf, layout)

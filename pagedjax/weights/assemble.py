@@ -6,16 +6,17 @@ being read, never initial values or a second copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from pagedjax.models.family import Layout, Source
 from pagedjax.weights.checkpoint import Checkpoint, StoredTensor
+from pagedjax.weights.quantize import quantize_rows
+from pallas_kernels.quantize import LARGEST
 
 type Progress = Callable[[int, int], None]  # (done, total) bytes of the finished weights
 
@@ -26,16 +27,17 @@ def assemble(
     build: Callable[[], nnx.Module],
     layout: Layout,
     checkpoint: Checkpoint,
-    dtype: jnp.dtype,
     progress: Progress | None = None,
 ) -> nnx.Module:
     """The module with the checkpoint's weights, on the default device.
+
+    Parameters get the dtypes of the module. An 8-bit `weight` is quantised as it is read, from the
+    file's numbers in float32, and its rows' scales go to the `scale` beside it.
 
     Args:
       build: makes the module; only traced.
       layout: where each parameter comes from.
       checkpoint: the tensors.
-      dtype: of all parameters.
       progress: called after each parameter.
 
     Raises:
@@ -45,16 +47,17 @@ def assemble(
     check(layout, checkpoint)
     graphdef, state = nnx.split(nnx.eval_shape(build))
     paths, tree = jax.tree.flatten_with_path(state)
-    total = sum(leaf.size for _, leaf in paths) * dtype.itemsize
-    arrays: list[jax.Array] = []
+    leaves = {_dotted(key_path): leaf for key_path, leaf in paths}
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
+    arrays: dict[str, jax.Array] = {}
     done = 0
-    for key_path, leaf in paths:
-        sources = layout.sources[_dotted(key_path)]
-        arrays.append(_parameter(sources, checkpoint, leaf.shape, dtype))
-        done += arrays[-1].nbytes
+    for name, sources in layout.sources.items():
+        loaded = _parameter(name, sources, checkpoint, leaves)
+        arrays |= loaded
+        done += sum(array.nbytes for array in loaded.values())
         if progress:
             progress(done, total)
-    return nnx.merge(graphdef, jax.tree.unflatten(tree, arrays))
+    return nnx.merge(graphdef, jax.tree.unflatten(tree, [arrays[name] for name in leaves]))
 
 
 def check(layout: Layout, checkpoint: Checkpoint) -> None:
@@ -78,26 +81,34 @@ def check(layout: Layout, checkpoint: Checkpoint) -> None:
 
 
 def _parameter(
-    sources: tuple[Source, ...], checkpoint: Checkpoint, shape: tuple[int, ...], dtype: jnp.dtype
-) -> jax.Array:
-    """The rows of all sources, one after another."""
-    out = np.empty(shape, dtype)
+    name: str, sources: tuple[Source, ...], checkpoint: Checkpoint, leaves: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """A parameter, and its scales if it has any: the rows of all sources, one after another."""
+    leaf, scale_name = leaves[name], name.removesuffix("weight") + "scale"
+    names = [name, scale_name] if leaf.dtype in LARGEST else [name]
+    outs = [np.empty(leaves[part].shape, leaves[part].dtype) for part in names]
     start = 0
     for source in sources:
         stop = start + source.shape[0]
-        _read_into(out[start:stop], checkpoint.tensors[source.name])
+        parts = [out[start:stop] for out in outs]
+        _read_into(parts, checkpoint.tensors[source.name])
         if source.interleaved_heads:
-            _to_halves(out[start:stop], source.interleaved_heads)
+            for part in parts:
+                _to_halves(part, source.interleaved_heads)
         start = stop
-    assert start == shape[0], "the layout's sources fill the parameter"
-    return jax.device_put(out)
+    assert start == leaf.shape[0], "the layout's sources fill the parameter"
+    return dict(zip(names, map(jax.device_put, outs), strict=True))
 
 
-def _read_into(out: np.ndarray, tensor: StoredTensor) -> None:
-    """Decodes a tensor chunk by chunk into `out`, a contiguous array of its shape."""
-    rows = out.reshape(tensor.num_rows, -1)
+def _read_into(outs: Sequence[np.ndarray], tensor: StoredTensor) -> None:
+    """Decodes a tensor chunk by chunk into `outs`: its numbers, or 8-bit values and scales."""
+    rows = outs[0].reshape(tensor.num_rows, -1)
     for start, stop in _chunks(tensor.num_rows, rows.shape[1]):
-        rows[start:stop] = tensor.read_rows(start, stop)
+        chunk = tensor.read_rows(start, stop)
+        if len(outs) == 1:
+            rows[start:stop] = chunk
+        else:
+            rows[start:stop], outs[1][start:stop] = quantize_rows(chunk, rows.dtype)
 
 
 def _chunks(num_rows: int, row_size: int) -> Iterator[tuple[int, int]]:

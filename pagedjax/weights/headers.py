@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from pagedjax.config import quantized_dtype
 from pagedjax.errors import ModelFormatError
 from pagedjax.models import registry
 from pagedjax.models.decoder import ModelConfig
@@ -19,6 +20,8 @@ from pagedjax.models.family import Layout
 from pagedjax.weights import gguf, safetensors
 from pagedjax.weights.checkpoint import PLAIN_DTYPES, Checkpoint, describe
 from pagedjax.weights.hf_files import HFDirectory
+
+type Dtypes = tuple[jnp.dtype, jnp.dtype | None]  # of parameters; of quantised ones, if any
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -30,7 +33,7 @@ class ModelHeaders:
     Attributes:
       name: of the file or directory.
       config: its sizes and switches.
-      dtype: that its weights will have.
+      dtype: that its weights will have, but for those that are quantised.
       build: makes the module, weights to be filled in.
       layout, checkpoint: where each parameter comes from, and the tensors that the files hold.
       hf_files: what else a directory says; None for a GGUF file.
@@ -48,50 +51,62 @@ class ModelHeaders:
 
 
 def read_headers(
-    path: str | Path, *, dtype: str = "auto", default_dtype: DTypeLike = jnp.float32
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    quantization: str = "none",
+    default_dtype: DTypeLike = jnp.float32,
 ) -> ModelHeaders:
     """Reads config and headers of a directory or a GGUF file.
 
     Args:
       path: as `resolve_model` returns it.
       dtype: of the weights: auto, float32, bfloat16 or float16; auto is the files' own.
+      quantization: of the layers' matrices, see `EngineConfig.quantization`.
       default_dtype: what auto means for quantised files.
 
     Raises:
+      ConfigError: there is no such `quantization`.
       ModelFormatError: the files cannot be read, or are none that pagedjax knows. Problems with
         single tensors are told by `assemble.check`.
     """
     if dtype not in _DTYPES:
         raise ModelFormatError(f"`dtype` must be one of {', '.join(_DTYPES)}. Got {dtype!r}.")
+    narrow = quantized_dtype(quantization)
+    weight_dtype = None if narrow is None else jnp.dtype(narrow)
     path = Path(path)
+
+    def choose(checkpoint: Checkpoint) -> Dtypes:
+        return _choose_dtype(dtype, checkpoint, default_dtype), weight_dtype
+
     try:
         if path.is_dir():
-            return _of_directory(path, dtype, default_dtype)
+            return _of_directory(path, choose)
         if path.is_file():
-            return _of_gguf(path, dtype, default_dtype)
+            return _of_gguf(path, choose)
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}.") from error
     raise ModelFormatError(f"`model` must be a directory or a GGUF file. Got {path}: not there.")
 
 
-def _of_directory(path: Path, dtype: str, default_dtype: DTypeLike) -> ModelHeaders:
+def _of_directory(path: Path, choose: Callable[[Checkpoint], Dtypes]) -> ModelHeaders:
     files = HFDirectory.read(path)
     family = registry.hf_family(files.config.get("architectures"))
     config = family.from_hf(files.config)
     checkpoint = safetensors.open_directory(path)
-    chosen = _choose_dtype(dtype, checkpoint, default_dtype)
+    dtypes = choose(checkpoint)
     return ModelHeaders(
         name=path.resolve().name,
         config=config,
-        dtype=chosen,
-        build=lambda: family.build(config, chosen),
+        dtype=dtypes[0],
+        build=lambda: family.build(config, *dtypes),
         layout=family.layout(config),
         checkpoint=checkpoint,
         hf_files=files,
     )
 
 
-def _of_gguf(path: Path, dtype: str, default_dtype: DTypeLike) -> ModelHeaders:
+def _of_gguf(path: Path, choose: Callable[[Checkpoint], Dtypes]) -> ModelHeaders:
     if not gguf.is_gguf(path):
         raise ModelFormatError(
             f"{path} must be a GGUF file, or a directory with config.json and safetensors files. "
@@ -101,12 +116,12 @@ def _of_gguf(path: Path, dtype: str, default_dtype: DTypeLike) -> ModelHeaders:
     metadata, checkpoint = file.metadata, file.checkpoint
     family = registry.gguf_family(metadata.get("general.architecture"))
     config = family.from_gguf(metadata, checkpoint.tensors, gguf.rope_divisors(checkpoint))
-    chosen = _choose_dtype(dtype, checkpoint, default_dtype)
+    dtypes = choose(checkpoint)
     return ModelHeaders(
         name=path.name.removesuffix(".gguf"),
         config=config,
-        dtype=chosen,
-        build=lambda: family.build(config, chosen),
+        dtype=dtypes[0],
+        build=lambda: family.build(config, *dtypes),
         layout=family.layout(config),
         checkpoint=checkpoint,
         gguf_metadata=metadata,

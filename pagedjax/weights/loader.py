@@ -30,7 +30,7 @@ class LoadedModel:
     Attributes:
       model: the NNX module, weights in place.
       config: its sizes and switches.
-      dtype: of its weights.
+      dtype: of its weights; of what computes with them, if they are quantised.
       name: of the file or directory.
       num_bytes: of its weights.
       directory: where tokenizer files are, for a directory.
@@ -58,6 +58,7 @@ def load_model(
     path: str | Path,
     *,
     dtype: str = "auto",
+    quantization: str = "none",
     default_dtype: DTypeLike = jnp.float32,
     progress: Progress | None = None,
 ) -> LoadedModel:
@@ -66,15 +67,20 @@ def load_model(
     Args:
       path: as `resolve_model` returns it.
       dtype: of the weights: auto, float32, bfloat16 or float16; auto is the files' own.
+      quantization: of the layers' matrices, see `EngineConfig.quantization`; from files of either
+        format and any type.
       default_dtype: what auto means for quantised files.
       progress: called with (done, total) bytes.
 
     Raises:
+      ConfigError: there is no such `quantization`.
       ModelFormatError: says everything that is wrong with the files.
     """
-    headers = read_headers(path, dtype=dtype, default_dtype=default_dtype)
+    headers = read_headers(
+        path, dtype=dtype, quantization=quantization, default_dtype=default_dtype
+    )
     try:
-        model = assemble(headers.build, headers.layout, headers.checkpoint, headers.dtype, progress)
+        model = assemble(headers.build, headers.layout, headers.checkpoint, progress)
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}.") from error
     return LoadedModel(
