@@ -5,7 +5,7 @@ one, and it is the layout of the files. Products accumulate in float32 whatever 
 float32 products are never rounded to a faster format. Norms and softmax are float32.
 
 A quantised weight is 8-bit values and a float32 scale for each output: its product is that of the
-values, which x's dtype holds exactly, times the scale. No scaled copy of the weight is made.
+values, which x's dtype holds exactly, times the scale.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def initial(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: jnp.dtype) -> 
 def product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x [num_rows, in] times weight [out, in] in x's dtype or 8-bit: f32[num_rows, out]."""
     if weight.dtype.itemsize == 1:
-        weight = weight.astype(x.dtype)  # exact; a compiler may do it where the product reads
+        # Not before x is known: XLA would widen the weights of all layers first, and keep them.
+        x, weight = jax.lax.optimization_barrier((x, weight))
+        weight = weight.astype(x.dtype)  # exact
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     contract_last = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(

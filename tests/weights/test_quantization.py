@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -126,6 +127,26 @@ def test_a_product_is_off_by_what_its_weights_are(
     np.testing.assert_allclose(got, exact, rtol=step, atol=2e-5)
     allowed = np.abs(wide) @ most_error(rows, quantization).T
     assert (np.abs(got - (wide @ rows.T + bias)) <= allowed + step * np.abs(exact) + 2e-5).all()
+
+
+@pytest.mark.parametrize("quantization", DTYPES)
+def test_a_step_widens_one_matrix_at_a_time(quantization: str) -> None:
+    """Of twelve; all of them at once would take more memory than weights that were never packed."""
+    width, depth = 128, 12
+    arguments = {"dtype": jnp.dtype(jnp.bfloat16), "weight_dtype": DTYPES[quantization]}
+    layers = nnx.List([Linear(width, width, rngs=None, **arguments) for _ in range(depth)])
+    graphdef, state = nnx.split(layers)
+
+    def step(state: Any, x: jax.Array) -> jax.Array:
+        for layer in nnx.merge(graphdef, state):
+            x = layer(x)
+        return x
+
+    compiled = jax.jit(step).lower(state, jnp.zeros((8, width), jnp.bfloat16)).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    matrix = width * width * 2
+    assert analysis.temp_size_in_bytes < 2 * matrix
 
 
 @pytest.mark.parametrize("quantization", DTYPES)
