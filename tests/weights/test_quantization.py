@@ -133,7 +133,10 @@ def test_a_product_is_off_by_what_its_weights_are(
 def test_a_step_widens_one_matrix_at_a_time(quantization: str) -> None:
     """Of twelve; all of them at once would take more memory than weights that were never packed."""
     width, depth = 128, 12
-    arguments = {"dtype": jnp.dtype(jnp.bfloat16), "weight_dtype": DTYPES[quantization]}
+    arguments: dict[str, Any] = {
+        "dtype": jnp.dtype(jnp.bfloat16),
+        "weight_dtype": DTYPES[quantization],
+    }
     layers = nnx.List([Linear(width, width, rngs=None, **arguments) for _ in range(depth)])
     graphdef, state = nnx.split(layers)
 
