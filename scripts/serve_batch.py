@@ -323,7 +323,7 @@ def _add_narrow_types(made: Parser) -> None:
         "--quantization",
         metavar="TYPE",
         help="of the layers' matrices, as they are loaded: int8 or float8 (also fp8); half the "
-        "memory of 16-bit weights, slower on a CPU (default: none)",
+        "memory of 16-bit ones; no faster on a CPU (default: none)",
     )
 
 
