@@ -49,6 +49,7 @@ class MemoryPlan:
     Attributes:
       model: name of the file or directory.
       target: the device, with the memory that is free before the weights are loaded.
+      quantization: of the model's matrices.
       weights_bytes: of the model on the device.
       sizes: the decisions.
       length: tokens of a request that was asked about; None: of none.
@@ -56,6 +57,7 @@ class MemoryPlan:
 
     model: str
     target: Target
+    quantization: str
     weights_bytes: int
     sizes: Sizes
     length: int | None = None
@@ -95,6 +97,7 @@ class MemoryPlan:
             "device": target.name,
             "platform": target.platform,
             "dtype": str(sizes.dtype),
+            "quantization": self.quantization,
             "kv_cache_dtype": str(sizes.cache_dtype),
             "attention": str(sizes.choice),
             "memory_free_bytes": target.memory.free,
@@ -146,9 +149,10 @@ class MemoryPlan:
     def _memory(self) -> list[tuple[str, str]]:
         sizes, layout = self.sizes, self.sizes.layout
         pages = f"{sizes.pool.num_pages:,} pages of {layout.page_size} tokens in "
+        quantized = "" if self.quantization == "none" else f"  matrices in {self.quantization}"
         parts = [
             ("free memory", _gib(self.target.memory.free)),
-            ("weights", _gib(self.weights_bytes)),
+            ("weights", _gib(self.weights_bytes) + quantized),
             ("page pool", f"{_gib(self.pool_bytes)}  {pages}{sizes.cache_dtype}, "
              f"{layout.page_bytes:,} bytes a page"),
             ("largest step", _step(sizes, self.target)),
@@ -186,7 +190,12 @@ def make_plan(
     """
     path = resolve_model(model)
     target = target or device.here()
-    headers = read_headers(path, dtype=options.dtype, default_dtype=target.defaults.dtype)
+    headers = read_headers(
+        path,
+        dtype=options.dtype,
+        default_dtype=target.defaults.dtype,
+        quantization=options.quantization,
+    )
     check(headers.layout, headers.checkpoint)
     flat = contract.flatten(nnx.eval_shape(headers.build), is_abstract=True)
     facts = ModelFacts(name=headers.name, max_model_len=headers.config.max_positions)
@@ -206,6 +215,7 @@ def make_plan(
     return MemoryPlan(
         model=headers.name,
         target=target,
+        quantization=options.quantization,
         weights_bytes=flat.num_bytes,
         sizes=sizes,
         length=length,

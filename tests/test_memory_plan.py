@@ -70,12 +70,15 @@ def planned(model: str, *, length: int | None = None, **options: Any) -> MemoryP
         {"memory_utilization": 0.5, "kv_cache_dtype": "int8", "max_num_seqs": 200},
         {"num_pages": 40, "swap_space": 2**-12, "preemption_mode": "swap"},
         {"batch_invariant": True, "dtype": "bfloat16", "max_num_batched_tokens": 96},
+        {"quantization": "int8", "memory_utilization": 0.5},
     ],
 )
 def test_a_plan_is_what_start_up_decides(
     monkeypatch: pytest.MonkeyPatch, model: str, options: dict[str, Any]
 ) -> None:
-    weights = load_model(model, dtype=options.get("dtype", "auto")).num_bytes
+    how = {"dtype": options.get("dtype", "auto")}
+    how["quantization"] = options.get("quantization", "none")
+    weights = load_model(model, **how).num_bytes
     config = started(monkeypatch, model, **options)
     give_memory(monkeypatch, FREE + weights)
     plan = planned(model, **options)
