@@ -337,7 +337,9 @@ class Scheduler:
         Returns:
           False, and nothing changed, while a sequence has pages, of the device or of the host.
         """
-        if not reset_running and (self.roster.running or self.host.allocator.num_held):
+        # One that runs has none after a step that never was: it is no reason to refuse.
+        has_pages = any(live.table.num_pages for live in self.roster.running)
+        if not reset_running and (has_pages or self.host.allocator.num_held):
             return False
         if self.events is not None:
             self.events.called("reset_prefix_cache", reset_running=reset_running)

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pagedjax.config import SchedulerConfig
 from pagedjax.errors import CapacityError, ConfigError, IntegrityError, RequestError
 from pagedjax.plan import StepPlan, StepResult
-from pagedjax.request import RequestOutput
+from pagedjax.request import Request, RequestOutput, SamplingParams
+from pagedjax.scheduler import Scheduler
+from tests.fake_runner import FakeRunner, plain_answer
 from tests.test_policy import Counter, Desk, llm_over
 
 PREFIX = [(3 * i + 1) % 24 for i in range(14)]  # three pages of four, and two tokens
@@ -328,3 +331,35 @@ def test_pins_count_when_integrity_is_checked() -> None:
         desk.engine.scheduler.check_integrity()
     with pytest.raises(IntegrityError, match=r"only the 2 pinned pages must be held\. Got 3"):
         desk.engine.scheduler.assert_empty()
+
+
+def test_a_reset_asks_who_has_pages_and_not_who_runs() -> None:
+    """After a step that never was, what it began runs on without a page."""
+    config = SchedulerConfig(
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        max_model_len=16,
+        page_size=4,
+        num_pages=9,
+        vocab_size=24,
+    )
+    scheduler = Scheduler(config)
+    request = Request(
+        request_id="a",
+        prompt_token_ids=(1, 2, 3),
+        params=SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
+        arrival=0,
+        seed=0,
+    )
+    (sequence,) = scheduler.add_request(request)
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert not scheduler.reset_prefix_cache()
+    scheduler.drop(plan, has_run=False)
+    assert scheduler.num_running == 1
+    assert scheduler.reset_prefix_cache()
+    runner = FakeRunner(config, scheduler.allocator)
+    while (plan := scheduler.schedule()) is not None:
+        scheduler.update(plan, runner.run(plan))
+    assert sequence.output_token_ids == plain_answer(request, 0, config).tokens
+    scheduler.assert_empty()
