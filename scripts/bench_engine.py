@@ -18,7 +18,6 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from tqdm import tqdm  # noqa: E402
 from pagedjax import LLM, ConfigError, PagedJaxError, SamplingParams  # noqa: E402
 from pagedjax import attention as attention_module  # noqa: E402
 from pagedjax.plan import StepPlan, StepResult  # noqa: E402
+from scripts import checkout  # noqa: E402
 
 COLUMNS = (
     ("output_tokens_per_s", "out tok/s", "{:.1f}"),
@@ -292,14 +292,8 @@ def _read_workloads(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _environment(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     return {
-        "git": commit or None,
+        "git": checkout.commit(),
         "jax": jax.__version__,
         "device": llm.report.device,
         "cores": os.cpu_count(),

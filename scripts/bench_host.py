@@ -26,7 +26,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -45,6 +44,7 @@ from pagedjax.paging import PageAllocator, PageTable, PrefixCache  # noqa: E402
 from pagedjax.plan import MAX_LOGPROBS, StepPlan, StepResult  # noqa: E402
 from pagedjax.request import Request, SamplingParams  # noqa: E402
 from pagedjax.scheduler import Scheduler  # noqa: E402
+from scripts import checkout  # noqa: E402
 
 VOCAB_SIZE = 50_000
 TOKEN = 7  # what the runner "samples"
@@ -345,14 +345,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _environment(args: argparse.Namespace) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     return {
-        "git": commit or None,
+        "git": checkout.commit(),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "page_size": args.page_size,

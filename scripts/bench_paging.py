@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 from tqdm import tqdm  # noqa: E402
 
 from scripts import (  # noqa: E402
+    checkout,
     paging_arithmetic,
     paging_experiments,
     paging_plots,
@@ -213,14 +213,8 @@ def _number(text: str) -> float:
 
 
 def _environment(args: argparse.Namespace, settings: Settings, started: float) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     return {
-        "git": commit or None,
+        "git": checkout.commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "quick": args.quick,
         "seed": settings.seed,
