@@ -114,9 +114,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Checks each option alone; combinations are checked once the rest is known."""
-        dtype: Any = self.dtype
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise ConfigError(f"`dtype` must be auto, float32, bfloat16 or float16. Got {dtype!r}.")
+        _check_choice("dtype", self.dtype, DTYPES)
         _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) is not None:
@@ -322,7 +320,7 @@ def _check_file_name(name: str, value: Any) -> None:
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:  # an array may not say what it equals
         shown = f"{', '.join(choices[:-1])} or {choices[-1]}"
         raise ConfigError(f"`{name}` must be {shown}. Got {value!r}.")
 

@@ -232,7 +232,8 @@ class Scheduler:
             if live is None or live.in_flight is not scheduled:
                 continue
             try:
-                if scheduled is live.decode_note and live.is_plain and not readback.has_corrupted:
+                reads_token = scheduled is live.decode_note and live.owner.reports_tokens_only
+                if reads_token and not readback.has_corrupted:
                     self._reader.read_token(live, readback.tokens[scheduled.first_row])
                     advanced.append(live.sequence)
                 else:

@@ -85,7 +85,6 @@ class StepDraft:
         self._max_rows = config.max_rows
         self._pages = PageBudget(allocator, config.page_size)
         self._num_parked = 0
-        self._num_front = 0  # of the scheduled: those that `_decode_front` planned
 
     def park(self, idle: LiveSequence) -> None:
         """An idle lane of a beam search gives its pages up; to be called first of all."""
@@ -205,8 +204,8 @@ class StepDraft:
             slots.append(slot)
             front_tokens.append(tokens[start])
         self._pages.free = free_pages
-        self._num_front = self.num_tokens = self.num_rows = len(scheduled)
-        return self._num_front
+        self.num_tokens = self.num_rows = len(scheduled)
+        return len(scheduled)
 
     @property
     def is_decode(self) -> bool:
@@ -291,7 +290,7 @@ class StepDraft:
 
     def _reserved(self, running: Seq[LiveSequence]) -> int:
         """Pages to keep for all running sequences."""
-        size, front = self._config.page_size, self._num_front
+        size, front = self._config.page_size, len(self.front_tokens)
         pages = sum((start + 1) % size == 0 for start in self.starts[:front])
         triples = zip(self.lives[front:], self.starts[front:], self.scheduled[front:], strict=True)
         ends = {live: start + s.num_tokens for live, start, s in triples}

@@ -59,11 +59,6 @@ class LiveSequence:
         return 1 if self.owner.is_forked else len(self.owner.members)
 
     @property
-    def is_plain(self) -> bool:
-        """True when a decode step's result is a token for it and nothing more."""
-        return self.owner.reports_tokens_only and not self.restored
-
-    @property
     def held_slot(self) -> int:
         """Its slot, which it must have."""
         slot = self.sequence.slot

@@ -93,14 +93,7 @@ class ResultReader:
 
     def read_token(self, live: LiveSequence, token: int) -> None:
         """What `read` does for a plain sequence that decoded: one token more."""
-        sequence = live.sequence
-        if sequence.num_computed_tokens < sequence.num_prompt_tokens:
-            self._count_computed(live, 1)
-        else:
-            total = sequence.num_computed_tokens = sequence.num_computed_tokens + 1
-            if total % self._config.page_size == 0:
-                live.catch_up()
-                self._cache.insert_computed(live.chain, sequence.tokens, live.table, total)
+        self._count_computed(live, 1)
         live.in_flight = None
         self._end_or_go_on(live, token)
 
