@@ -12,6 +12,7 @@ failure is reported by `take_lost`.
 
 from __future__ import annotations
 
+import functools
 import time
 import zlib
 from collections import deque
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pagedjax import kv_cache as kv_caches
@@ -27,6 +29,7 @@ from pagedjax.capacity import GIB
 from pagedjax.errors import CapacityError, TransferError
 from pagedjax.kv_cache import KVCache
 from pagedjax.plan import PageMove
+from pagedjax.programs import Program
 from pagedjax.rates import MovingMedian
 
 NARROW, WIDE = 8, 64  # pages that one call moves: a few, and many
@@ -274,6 +277,31 @@ def widths(page_bytes: int) -> tuple[int, int]:
 def temp_bytes(page_bytes: int) -> int:
     """Most device memory that transfers take at a time: gathered batches, and one in the making."""
     return (MAX_IN_FLIGHT + 2) * widths(page_bytes)[1] * page_bytes
+
+
+def move_programs(
+    widths: tuple[int, ...], kv_cache: KVCache, implementation: str | None
+) -> dict[tuple[str, int], Program]:
+    """The calls that move pages out of ("gather") and into ("scatter") these pools, by width."""
+    gather = functools.partial(kv_caches.gather, implementation=implementation)
+    scatter = functools.partial(kv_caches.scatter, implementation=implementation)
+    programs: dict[tuple[str, int], Program] = {}
+    for width in widths:
+        ids = jax.ShapeDtypeStruct((width,), jnp.int32)
+        pages = jax.eval_shape(gather, kv_cache, ids)
+        programs["gather", width] = Program(
+            name=f"{width} pages out",
+            function=gather,
+            arguments=(kv_cache, ids),
+            out_shardings=landing(),
+        )
+        programs["scatter", width] = Program(
+            name=f"{width} pages back",
+            function=scatter,
+            arguments=(kv_cache, ids, pages),
+            donated=(0,),
+        )
+    return programs
 
 
 def landing() -> jax.sharding.Sharding | None:

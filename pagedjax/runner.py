@@ -1,6 +1,6 @@
 """The device half's front door: parameters, the KV cache, and the compiled steps.
 
-The only file with `jax.jit`. A step is one packed transfer in, a compiled forward pass that
+A step is one packed transfer in, a compiled forward pass that
 donates the cache, a compiled sampler that donates its state, and one readback. They are two
 programs because a sampler serves many buckets, and compiling costs seconds. All are compiled ahead
 of time: after `warm_up` an unknown shape is an error, never a compilation. What a step that raised
@@ -13,7 +13,6 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -37,9 +36,8 @@ from pagedjax.plan import (
     StepPlan,
     StepResult,
 )
+from pagedjax.programs import Program, ProgramSet, Progress
 from pagedjax.rates import MovingMedian, Rates
-
-type Progress = Callable[[int, int], None]  # (done, total) compiled programs
 
 _FLOAT_ROWS = frozenset(
     ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -126,6 +124,7 @@ class ModelRunner:
           cascade: read long prefixes that sequences share once.
         """
         self.model = model
+        self.programs = ProgramSet()
         self._config = config
         self._static = {
             "implementation": implementation,
@@ -145,13 +144,6 @@ class ModelRunner:
         self._seconds_per_token = MovingMedian()
 
     @property
-    def num_compiled(self) -> int:
-        """Programs compiled so far: a forward pass for each bucket, samplers, updates, moves."""
-        updates = (self._copy is not None) + (self._set_row is not None)
-        moves = 2 * len(self.host_pool.programs)
-        return len(self._forwards) + len(self._samplers) + updates + moves
-
-    @property
     def rates(self) -> Rates:
         """What a page's way and a token's computation took lately."""
         host = self.host_pool
@@ -167,31 +159,27 @@ class ModelRunner:
         """Compiles every bucket's forward pass, the samplers and the updates; runs each once."""
         buckets = self._config.buckets
         widths = sorted({_sampler_width(self._config, bucket) for bucket in buckets})
-        lower_sampler = functools.partial(_lower_sampler, self._sampler, self.model.vocab_size)
-        # The largest first: two threads then end at about the same time.
-        jobs: list[tuple[dict[int, Any], int, Callable[[int], jax.stages.Lowered]]] = [
-            *((self._forwards, bucket, self.lower_forward) for bucket in reversed(buckets)),
-            *((self._samplers, width, lower_sampler) for width in widths),
-        ]
-        lowered = [lower(key) for _, key, lower in jobs]
-        with ThreadPoolExecutor(2) as pool:  # XLA compiles one program mostly on one thread
-            compiled = pool.map(lambda program: program.compile(), lowered)
-            for done, ((programs, key, _), program) in enumerate(
-                zip(jobs, compiled, strict=True), 1
-            ):
-                programs[key] = program
-                if progress:
-                    progress(done, len(jobs))
-        self._compile_updates()
-        if self._config.num_host_pages:
-            implementation = self._static["implementation"]
-            programs = _compile_moves(self.host_pool.widths, self.kv_cache, implementation)
-            self.host_pool.programs = programs
-            self.kv_cache = self.host_pool.rehearse(self.kv_cache)
-        for bucket in buckets:
-            started = time.perf_counter()
-            jax.block_until_ready(self._call(bucket, self._idle(bucket)))
-            self._note_time(bucket, bucket, started)
+        host = self.host_pool
+        move_widths = host.widths if self._config.num_host_pages else ()
+        implementation = self._static["implementation"]
+        # The largest first: several threads then end at about the same time.
+        compiled = self.programs.compile(
+            {("forward", bucket): self._forward_program(bucket) for bucket in reversed(buckets)}
+            | {("sampler", width): _sampler_program(self._sampler, self.model.vocab_size, width)
+               for width in widths}
+            | {("copy", 0): _copy_program(self.kv_cache, self._config, implementation),
+               ("row", 0): _row_program(self._sampler, self.model.vocab_size)}
+            | host_pool.move_programs(move_widths, self.kv_cache, implementation),
+            progress,
+        )  # fmt: skip
+        self._forwards = {bucket: compiled["forward", bucket] for bucket in buckets}
+        self._samplers = {width: compiled["sampler", width] for width in widths}
+        self._copy, self._set_row = compiled["copy", 0], compiled["row", 0]
+        host.programs = {
+            width: MovePrograms(compiled["gather", width], compiled["scatter", width])
+            for width in move_widths
+        }
+        self._rehearse()
 
     def temp_bytes(self, bucket: int) -> int:
         """Temporary device memory of one forward pass of this bucket, by the compiler's account."""
@@ -200,15 +188,20 @@ class ModelRunner:
 
     def lower_forward(self, bucket: int) -> jax.stages.Lowered:
         """One bucket's forward pass, traced and lowered; what it was compiled from."""
+        return self._forward_program(bucket).lower()
+
+    def _forward_program(self, bucket: int) -> Program:
         layout = self.layout(bucket)
-        max_q_len = 1 if self._config.is_decode_bucket(bucket) else None
-        static = {**self._static, "max_q_len": max_q_len}
-        width = _sampler_width(self._config, bucket)
-        neutral = np.tile(_neutral_row(self._config), (width, 1))
-        forward = functools.partial(_forward, self.model.merge, layout, static, neutral)
+        is_decode = self._config.is_decode_bucket(bucket)
+        static = {**self._static, "max_q_len": 1 if is_decode else None}
+        neutral = np.tile(_neutral_row(self._config), (_sampler_width(self._config, bucket), 1))
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-        jitted = jax.jit(forward, donate_argnums=1)
-        return jitted.lower(self.model.leaves, self.kv_cache, packed)
+        return Program(
+            name=f"decoding {bucket} tokens" if is_decode else f"step of {bucket} tokens",
+            function=functools.partial(_forward, self.model.merge, layout, static, neutral),
+            arguments=(self.model.leaves, self.kv_cache, packed),
+            donated=(1,),
+        )
 
     def run(self, plan: StepPlan) -> StepResult:
         """Runs one step: swaps, page copies, row updates, then the model and the sampler.
@@ -297,17 +290,18 @@ class ModelRunner:
         row = sampling.densify(update, self.model.vocab_size)
         self._sampler = self._set_row(self._sampler, np.int32(update.slot), *row)
 
-    def _compile_updates(self) -> None:
-        pairs = np.full((2, _copy_width(self._config)), self._config.num_pages, np.int32)
-        copy_pages = functools.partial(_copy_pages, self._static["implementation"])
-        copy = jax.jit(copy_pages, donate_argnums=0).lower(self.kv_cache, pairs).compile()
-        self.kv_cache = copy(self.kv_cache, pairs)
-        empty = RowUpdate(0, {}, None, {}, frozenset())
-        row = sampling.densify(empty, self.model.vocab_size)
-        update = jax.jit(sampling.set_row, donate_argnums=0)
-        set_row = update.lower(self._sampler, np.int32(0), *row).compile()
-        self._sampler = set_row(self._sampler, np.int32(0), *row)
-        self._copy, self._set_row = copy, set_row
+    def _rehearse(self) -> None:
+        """Runs each program once, which changes nothing."""
+        if self._config.num_host_pages:
+            self.kv_cache = self.host_pool.rehearse(self.kv_cache)
+        if self._copy is not None and self._set_row is not None:
+            self.kv_cache = self._copy(self.kv_cache, _no_copies(self._config))
+            row = _empty_row(self.model.vocab_size)
+            self._sampler = self._set_row(self._sampler, np.int32(0), *row)
+        for bucket in self._config.buckets:
+            started = time.perf_counter()
+            jax.block_until_ready(self._call(bucket, self._idle(bucket)))
+            self._note_time(bucket, bucket, started)
 
     def _idle(self, bucket: int) -> np.ndarray:
         """A packed plan that runs no sequence and writes nowhere."""
@@ -335,28 +329,42 @@ def _sampler_width(config: SchedulerConfig, bucket: int) -> int:
     return small if config.rows_in(bucket) <= small else config.max_rows
 
 
-def _lower_sampler(state: sampling.SamplerState, vocab_size: int, width: int) -> jax.stages.Lowered:
+def _sampler_program(state: sampling.SamplerState, vocab_size: int, width: int) -> Program:
     logits = jax.ShapeDtypeStruct((width, vocab_size), jnp.float32)
     rows = jax.ShapeDtypeStruct((width, _ROW_WORDS), jnp.int32)
-    return jax.jit(_sample, donate_argnums=0).lower(state, logits, rows)
+    return Program(
+        name=f"sampling {width} rows",
+        function=_sample,
+        arguments=(state, logits, rows),
+        donated=(0,),
+    )
 
 
-def _compile_moves(
-    widths: tuple[int, ...], kv_cache: KVCache, implementation: str | None
-) -> dict[int, MovePrograms]:
-    """The calls that move pages out of and into these pools, by width."""
-    gather = functools.partial(kv_caches.gather, implementation=implementation)
-    scatter = functools.partial(kv_caches.scatter, implementation=implementation)
-    programs: dict[int, MovePrograms] = {}
-    for width in widths:
-        ids = jax.ShapeDtypeStruct((width,), jnp.int32)
-        pages = jax.eval_shape(gather, kv_cache, ids)
-        gathering = jax.jit(gather, out_shardings=host_pool.landing())
-        programs[width] = MovePrograms(
-            gathering.lower(kv_cache, ids).compile(),
-            jax.jit(scatter, donate_argnums=0).lower(kv_cache, ids, pages).compile(),
-        )
-    return programs
+def _copy_program(kv_cache: KVCache, config: SchedulerConfig, implementation: Any) -> Program:
+    return Program(
+        name="page copies",
+        function=functools.partial(_copy_pages, implementation),
+        arguments=(kv_cache, _no_copies(config)),
+        donated=(0,),
+    )
+
+
+def _row_program(state: sampling.SamplerState, vocab_size: int) -> Program:
+    return Program(
+        name="row update",
+        function=sampling.set_row,
+        arguments=(state, np.int32(0), *_empty_row(vocab_size)),
+        donated=(0,),
+    )
+
+
+def _no_copies(config: SchedulerConfig) -> np.ndarray:
+    """i32[2, width]; every destination is past the end."""
+    return np.full((2, _copy_width(config)), config.num_pages, np.int32)
+
+
+def _empty_row(vocab_size: int) -> tuple[Any, ...]:
+    return sampling.densify(RowUpdate(0, {}, None, {}, frozenset()), vocab_size)
 
 
 def _is_alive(tree: Any) -> bool:

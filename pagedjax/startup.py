@@ -165,7 +165,7 @@ def start_engine(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_concurrency=sizes.pool.concurrency(layout),
         buckets=config.buckets,
-        num_compiled=runner.num_compiled,
+        num_compiled=len(runner.programs.log),
         compile_seconds=now - compiling,
         total_seconds=now - started + facts.load_seconds,
     )

@@ -13,10 +13,10 @@ import pytest
 
 from pagedjax import host_pool as host_pools
 from pagedjax.errors import CapacityError, TransferError
-from pagedjax.host_pool import HostPool, MovePrograms
+from pagedjax.host_pool import HostPool, MovePrograms, move_programs
 from pagedjax.kv_cache import KVCache, init_kv_cache
 from pagedjax.plan import PageMove
-from pagedjax.runner import _compile_moves
+from pagedjax.programs import ProgramSet
 
 SIZES: dict[str, Any] = {
     "num_layers": 2, "num_pages": 90, "num_kv_heads": 3, "page_size": 4, "head_dim": 8,
@@ -39,7 +39,10 @@ def filled(dtype: Any, seed: int = 0) -> KVCache:
 
 @functools.cache
 def programs(dtype: Any) -> dict[int, MovePrograms]:
-    return _compile_moves((8, 64), init_kv_cache(**SIZES, dtype=dtype), "xla")
+    widths = (8, 64)
+    cache = init_kv_cache(**SIZES, dtype=dtype)
+    compiled = ProgramSet().compile(move_programs(widths, cache, "xla"))
+    return {w: MovePrograms(compiled["gather", w], compiled["scatter", w]) for w in widths}
 
 
 def new_pool(cache: KVCache, dtype: Any) -> HostPool:

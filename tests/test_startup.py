@@ -14,6 +14,7 @@ import pytest
 
 from pagedjax import LLM, CapacityError, ConfigError, device, startup, throughput
 from pagedjax.device import DeviceMemory
+from pagedjax.programs import ProgramSet
 from pagedjax.startup import StartupReport
 from tests.helpers import ByteTokenizer, TinyLM
 from tests.tiny_engine import HOST_PAGES, tiny_llm
@@ -304,10 +305,9 @@ def test_start_up_logs_its_report_and_shows_progress(
     calls: list[tuple[int, int]] = []
 
     class Runner:
-        num_compiled = 2
-
         def __init__(self, flat: Any, config: Any, **_: Any) -> None:
             self.kv_cache = jnp.zeros((8,))
+            self.programs = ProgramSet()
 
         def warm_up(self, progress: Any) -> None:
             for done in (1, 2):
