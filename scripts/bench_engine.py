@@ -3,7 +3,15 @@
 
 A workload file is `{"workloads": {name: {"desc", "requests": [{"prompt_ids", "max_new",
 "arrival_s"?}]}}}`; eos is ignored. Each repetition changes every prompt's first token, so that no
-repetition finds the pages of the one before.
+repetition finds the pages of the one before. Requests with an `arrival_s` come then, whether the
+engine keeps up or not, and their times count from there; `--rate-scale 2` lets twice as many come a
+second, `--rate-scale inf` all at once. A request is good when its first token came within
+`--max-ttft-ms` and the others, on average, `--max-tbt-ms` apart or less.
+
+`--compare vllm openvino` runs the same workloads on those engines too, alternating, each in a
+process (and, with `--peer-python`, a Python) of its own that sleeps while another one runs; it
+prints ratios with their spread instead of the fractions below. scripts/peers/export_model.py makes
+the models that they read.
 
 `model_fraction` is the time of the bare forward passes of the very same steps (the recorded plans
 run through model and logits alone: no scheduler, sampler, packing, readback or text) over the
@@ -28,13 +36,24 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import jax  # noqa: E402
-import numpy as np  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from pagedjax import LLM, ConfigError, PagedJaxError, SamplingParams  # noqa: E402
+from pagedjax import LLM, ConfigError, PagedJaxError  # noqa: E402
 from pagedjax import attention as attention_module  # noqa: E402
 from pagedjax.plan import StepPlan, StepResult  # noqa: E402
 from scripts import checkout  # noqa: E402
+from scripts.peers import measures  # noqa: E402
+from scripts.peers.command import add_options, compare_engines  # noqa: E402
+from scripts.peers.comparison_table import aligned  # noqa: E402
+from scripts.peers.drive import drive  # noqa: E402
+from scripts.peers.pagedjax_peer import PagedJaxPeer  # noqa: E402
+from scripts.workloads import (  # noqa: E402
+    Requests,
+    WorkloadError,
+    Workloads,
+    read_workloads,
+    varied,
+)
 
 COLUMNS = (
     ("output_tokens_per_s", "out tok/s", "{:.1f}"),
@@ -43,11 +62,18 @@ COLUMNS = (
     ("ttft_ms_p99", "p99", "{:.0f}"),
     ("tbt_ms_mean", "TBT ms", "{:.1f}"),
     ("tbt_ms_p99", "p99", "{:.1f}"),
+    ("e2e_ms_p99", "E2E p99", "{:.0f}"),
+    ("good_share", "in bounds", "{:.0%}"),
     ("pool_use_peak", "pool", "{:.1%}"),
     ("padding_share", "padding", "{:.1%}"),
     ("model_fraction", "model", "{:.3f}"),
     ("matmul_fraction", "matmul", "{:.3f}"),
 )
+
+
+# Options of our engine: what a comparison sets for every engine, and what only ours knows.
+_SIZES = {"dtype", "max_num_seqs", "max_model_len"}
+_OURS_ALONE = {"max_num_batched_tokens", "page_size", "num_pages", "attention_implementation"}
 
 
 class Recorder:
@@ -73,95 +99,86 @@ class Recorder:
 def main() -> int:
     """Parses, measures, prints."""
     args = _arguments()
-    workloads = _read_workloads(args)
+    workloads = _read(args)
+    if args.compare:
+        return compare_engines(args, workloads, _options(args, _OURS_ALONE))
     try:
-        llm = LLM(args.model, **_engine_options(args))
+        llm = LLM(args.model, **_options(args, _SIZES | _OURS_ALONE))
     except PagedJaxError as error:
         print(f"bench_engine: {error}", file=sys.stderr)
         return 2
     for line in llm.report.lines():
         print(line, file=sys.stderr)
     bare = BarePasses(llm.engine.runner, bool(args.bare))
-    results = {name: measure(llm, w["requests"], args, bare, name) for name, w in workloads.items()}
+    results = {
+        name: measure(llm, requests, args, bare, name)
+        for name, requests in workloads.requests.items()
+    }
     print(table(results))
     print(json.dumps(_environment(llm, args) | _flat(results)))
     return 0
 
 
 def measure(
-    llm: LLM, requests: list[dict[str, Any]], args: argparse.Namespace, bare: BarePasses, name: str
+    llm: LLM, requests: Requests, args: argparse.Namespace, bare: BarePasses, name: str
 ) -> dict[str, float]:
     """Medians over the repetitions of one workload; ratios are taken within a repetition."""
     runs = []
     for repetition in tqdm(range(args.repeat + 1), desc=name, unit="run"):
-        run = run_once(llm, requests, repetition, bare)
+        run = run_once(llm, requests, repetition, bare, (args.max_ttft_ms, args.max_tbt_ms))
         if repetition:  # the first warms caches of the machine and is not counted
             runs.append(run)
     return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
 
 
 def run_once(
-    llm: LLM, requests: list[dict[str, Any]], repetition: int, bare: BarePasses
+    llm: LLM,
+    requests: Requests,
+    repetition: int,
+    bare: BarePasses,
+    bounds: tuple[float, float],
 ) -> dict[str, float]:
     """One pass over the workload, then the same steps without the engine."""
     engine = llm.engine
     recorder = Recorder(engine.runner)
     engine.runner = recorder
-    started = time.perf_counter()
+    engine.reset_prefix_cache()
+    watched = Watched(llm)
+    requests = varied(requests, repetition, engine.scheduler.config.vocab_size)
     try:
-        outputs, pool_use = _drive(llm, requests, repetition)
+        run = drive(watched, requests)
     finally:
         engine.runner = recorder.runner
-    seconds = time.perf_counter() - started
-    generated = sum(len(output.outputs[0].token_ids) for output in outputs)
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    ttft = [output.metrics["time_to_first_token_seconds"] * 1e3 for output in outputs]
-    tbt = np.diff([started, *recorder.ends])[1:] * 1e3  # a decoding request gets a token a step
+    seconds = run["seconds"]
+    generated = sum(len(request["tokens"]) for request in run["requests"])
+    prompt = sum(len(request["prompt_ids"]) for request in requests)
     tokens = sum(plan.num_tokens for plan in recorder.plans)
     padded = sum(plan.bucket for plan in recorder.plans)
     return {
         "seconds": seconds,
         "output_tokens_per_s": generated / seconds,
         "total_tokens_per_s": (generated + prompt) / seconds,
-        "ttft_ms_mean": statistics.mean(ttft),
-        "ttft_ms_p99": float(np.percentile(ttft, 99)),
-        "tbt_ms_mean": float(np.mean(tbt)),
-        "tbt_ms_p50": float(np.percentile(tbt, 50)),
-        "tbt_ms_p99": float(np.percentile(tbt, 99)),
+        **measures.latencies(run["requests"]),
+        **measures.goodput(run["requests"], seconds, *bounds),
         "steps": len(recorder.plans),
         "padding_share": 1 - tokens / padded,
-        "pool_use_peak": pool_use,
+        "pool_use_peak": watched.pool_use_peak,
     } | bare.fractions(recorder.plans, seconds)
 
 
-def _drive(llm: LLM, requests: list[dict[str, Any]], repetition: int) -> tuple[list[Any], float]:
-    """Adds each request when it is due, steps until all ended."""
-    engine = llm.engine
-    engine.reset_prefix_cache()
-    due = sorted(enumerate(requests), key=lambda item: item[1].get("arrival_s") or 0.0)
-    started = time.monotonic()
-    outputs: list[Any] = []
-    pool_use = 0.0
-    vocab = engine.scheduler.config.vocab_size
-    while due or engine.has_unfinished:
-        now = time.monotonic() - started
-        while due and (due[0][1].get("arrival_s") or 0.0) <= now:
-            index, request = due.pop(0)
-            prompt = list(request["prompt_ids"])
-            prompt[0] = (prompt[0] + repetition) % vocab
-            params = SamplingParams(
-                temperature=0.0, max_tokens=request["max_new"], ignore_eos=True, detokenize=False
-            )
-            engine.add_request(f"{repetition}-{index}", prompt, params)
-        if not engine.has_unfinished:
-            time.sleep(max(0.0, (due[0][1]["arrival_s"] or 0.0) - now))
-            continue
-        outputs.extend(engine.step())
-        pool_use = max(pool_use, engine.scheduler.stats.kv_usage)
-    failed = [output.error for output in outputs if output.error is not None]
-    if failed:
-        raise SystemExit(f"bench_engine: {len(failed)} requests failed, the first: {failed[0]}")
-    return outputs, pool_use
+class Watched(PagedJaxPeer):
+    """Our engine as `drive` wants it; notes how full the pool was."""
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__(llm, {})
+        self._stats = llm.engine.scheduler
+        self.pool_use_peak = 0.0
+
+    def step(self, wait: float) -> list[tuple[int, list[int], bool]]:
+        """A step, and a look at the pool."""
+        advanced = super().step(wait)
+        self.pool_use_peak = max(self.pool_use_peak, self._stats.stats.kv_usage)
+        return advanced
 
 
 class BarePasses:
@@ -234,11 +251,7 @@ def table(results: dict[str, dict[str, float]]) -> str:
         [name, *(form.format(result[key]) for key, _, form in COLUMNS)]
         for name, result in results.items()
     ]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in [head, *rows]
-    )
+    return aligned([head, *rows])
 
 
 def _arguments() -> argparse.Namespace:
@@ -250,7 +263,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="counted runs (default 3)")
     parser.add_argument("--limit", type=int, help="at most so many requests of each workload")
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--dtype", default="bfloat16", help="default bfloat16")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="default bfloat16; several with --compare"
+    )
     parser.add_argument("--max-num-seqs", type=int, default=32, help="at once (default 32)")
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--max-model-len", type=int, default=2048, help="default 2048")
@@ -261,34 +276,32 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--bare", action=argparse.BooleanOptionalAction, default=True, help="measure fractions"
     )
+    parser.add_argument(
+        "--rate-scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="times as many requests a second as the file's arrival times; inf: all at once",
+    )
+    parser.add_argument("--max-ttft-ms", type=float, default=1000.0, help="default 1000")
+    parser.add_argument("--max-tbt-ms", type=float, default=200.0, help="default 200")
+    add_options(parser)
     return parser.parse_args()
 
 
-def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    names = (
-        "dtype",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "max_model_len",
-        "page_size",
-        "num_pages",
-        "attention_implementation",
-    )
+def _options(args: argparse.Namespace, names: set[str]) -> dict[str, Any]:
+    """Those of our engine that were given."""
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return given | {"enable_prefix_caching": not args.no_prefix_caching}
 
 
-def _read_workloads(args: argparse.Namespace) -> dict[str, Any]:
+def _read(args: argparse.Namespace) -> Workloads:
     try:
-        found = json.loads(args.workload.read_text())["workloads"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"bench_engine: cannot read {args.workload}: {error}") from error
-    names = list(found) if args.only is None else args.only.split(",")
-    missing = [name for name in names if name not in found]
-    if missing:
-        raise SystemExit(f"bench_engine: no workload {missing}; the file has {list(found)}")
-    limit = args.limit
-    return {name: found[name] | {"requests": found[name]["requests"][:limit]} for name in names}
+        return read_workloads(
+            args.workload, only=args.only, limit=args.limit, rate_scale=args.rate_scale
+        )
+    except WorkloadError as error:
+        raise SystemExit(f"bench_engine: {error}") from error
 
 
 def _environment(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pagedjax import SamplingParams
 from tests.tiny_engine import tiny_llm
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_engine.py"
@@ -50,7 +51,8 @@ def workload_file(tmp_path: Path) -> Path:
 
 
 def arguments(workload: Path, **values: Any) -> argparse.Namespace:
-    return argparse.Namespace(**({"workload": workload, "only": None, "limit": None} | values))
+    given = {"workload": workload, "only": None, "limit": None, "rate_scale": 1.0}
+    return argparse.Namespace(**(given | values))
 
 
 def test_help_is_worth_reading() -> None:
@@ -63,21 +65,34 @@ def test_help_is_worth_reading() -> None:
 
 
 def test_workloads_are_read_chosen_and_limited(bench: Any, workload_file: Path) -> None:
-    every = bench._read_workloads(arguments(workload_file))
-    assert {name: len(w["requests"]) for name, w in every.items()} == {"short": 3, "timed": 4}
-    chosen = bench._read_workloads(arguments(workload_file, only="timed", limit=2))
-    assert list(chosen) == ["timed"]
-    assert len(chosen["timed"]["requests"]) == 2
+    every = bench._read(arguments(workload_file))
+    assert {name: len(r) for name, r in every.requests.items()} == {"short": 3, "timed": 4}
+    assert every.vocab_size == 6
+    chosen = bench._read(arguments(workload_file, only="timed", limit=2))
+    assert list(chosen.requests) == ["timed"]
+    assert len(chosen.requests["timed"]) == 2
+
+
+@pytest.mark.parametrize(("scale", "last"), [(1.0, 0.003), (2.0, 0.0015), (math.inf, 0.0)])
+def test_arrival_times_are_scaled_by_rate(
+    bench: Any, workload_file: Path, scale: float, last: float
+) -> None:
+    read = bench._read(arguments(workload_file, rate_scale=scale))
+    assert read.requests["timed"][-1]["arrival_s"] == last
+    assert read.requests["short"][-1]["arrival_s"] == 0.0
 
 
 def test_what_cannot_be_read_is_told(bench: Any, workload_file: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"no workload \['long'\]; the file has \['short', 'ti"):
-        bench._read_workloads(arguments(workload_file, only="short,long"))
+        bench._read(arguments(workload_file, only="short,long"))
     with pytest.raises(SystemExit, match=r"cannot read .*missing\.json"):
-        bench._read_workloads(arguments(tmp_path / "missing.json"))
+        bench._read(arguments(tmp_path / "missing.json"))
+    for scale in (0.0, -1.0, math.nan):
+        with pytest.raises(SystemExit, match="`--rate-scale` must be above 0"):
+            bench._read(arguments(workload_file, rate_scale=scale))
     workload_file.write_text("{}")
     with pytest.raises(SystemExit, match="bench_engine: cannot read"):
-        bench._read_workloads(arguments(workload_file))
+        bench._read(arguments(workload_file))
 
 
 def test_the_table_has_a_row_for_each_workload(bench: Any) -> None:
@@ -102,13 +117,16 @@ def test_one_workload_is_flat_in_json_and_several_are_named(bench: Any) -> None:
 def test_a_run_counts_what_it_did(bench: Any, arrival_s: float | None) -> None:
     llm = tiny_llm()
     bare = bench.BarePasses(llm.engine.runner, False)
-    args = argparse.Namespace(repeat=1)
+    args = argparse.Namespace(repeat=1, max_ttft_ms=1e9, max_tbt_ms=1e9)
     result = bench.measure(llm, requests(5, arrival_s=arrival_s), args, bare, "tiny")
     assert result["seconds"] > 0
     tokens = sum(4 + i for i in range(5))
     assert result["output_tokens_per_s"] * result["seconds"] == pytest.approx(tokens)
     assert result["total_tokens_per_s"] * result["seconds"] == pytest.approx(tokens + 25)
     assert result["steps"] >= 8
+    assert 0 < result["ttft_ms_p50"] <= result["ttft_ms_p99"] <= result["e2e_ms_p99"]
+    assert 0 < result["tbt_ms_mean"] <= result["tbt_ms_p99"]
+    assert result["good_share"] == 1.0
     assert 0 < result["pool_use_peak"] < 1
     assert 0 < result["padding_share"] < 1
     assert math.isnan(result["model_fraction"])
@@ -124,7 +142,7 @@ def test_the_bare_passes_are_the_runs_own_steps(bench: Any) -> None:
     recorder = bench.Recorder(llm.engine.runner)
     llm.engine.runner = recorder
     try:
-        bench._drive(llm, requests(3), 0)
+        bench.drive(bench.Watched(llm), requests(3))
     finally:
         llm.engine.runner = recorder.runner
     assert len(recorder.plans) == len(recorder.ends) >= 6
@@ -133,11 +151,33 @@ def test_the_bare_passes_are_the_runs_own_steps(bench: Any) -> None:
 
 
 def test_no_repetition_finds_the_pages_of_the_one_before(bench: Any) -> None:
+    """Not even where the cache is not reset in between, as in a comparison."""
     llm = tiny_llm()
-    first, _ = bench._drive(llm, requests(2), 0)
-    again, _ = bench._drive(llm, requests(2), 1)
-    assert all(output.num_cached_tokens == 0 for output in [*first, *again])
-    assert [o.prompt_token_ids[0] for o in again] == [o.prompt_token_ids[0] + 1 for o in first]
+    peer = bench.Watched(llm)
+    load = [{"prompt_ids": [1 + i, *range(2, 22)], "max_new": 3} for i in (0, 7)]
+    hits = []
+    for repetition in (0, 1, 1):
+        before = llm.engine.scheduler.stats.prefix_hit_tokens
+        bench.drive(peer, bench.varied(load, repetition, 32))
+        hits.append(llm.engine.scheduler.stats.prefix_hit_tokens - before)
+    assert hits[:2] == [0, 0]
+    assert hits[2] > 0, "the same prompts again are found: the test can tell"
+    assert llm.engine.reset_prefix_cache()
+
+
+def test_our_engine_gives_its_tokens_step_by_step(bench: Any) -> None:
+    """The same tokens as `generate`, each with the time of its own step."""
+    llm = tiny_llm()
+    load = requests(3)
+    run = bench.drive(bench.Watched(llm), load)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=r["max_new"], ignore_eos=True) for r in load
+    ]
+    alone = llm.generate([r["prompt_ids"] for r in load], params)
+    for record, output in zip(run["requests"], alone, strict=True):
+        assert record["tokens"] == output.outputs[0].token_ids
+        assert len(set(record["times"])) == len(record["tokens"])
+        assert record["times"] == sorted(record["times"])
     assert llm.engine.reset_prefix_cache()
 
 
