@@ -71,7 +71,9 @@ class Step:
       copies: [sequence, source page, its own copy].
       swaps_out, swaps_in: [page, host page].
       evicted, host_evicted: pages and host pages whose cached content was given up.
-      waiting: [head of the queue, reason, needed, free, reserved] when head or reason is new.
+      waiting: [head of the queue, reason, needed, free, reserved] when head or reason is new. For
+        the reason "prefix" `needed` tokens are awaited, and the sequence that computes them is
+        added.
       free, host_free: pages and host pages that could be allocated after it.
       digest: CRC-32 of the arrays that go to the device.
     """

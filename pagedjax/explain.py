@@ -196,6 +196,8 @@ def _blocked(wait: Wait) -> str:
             return "the tokens of each step were given to others"
         case "rows":
             return "the sampling rows of each step were given to others"
+        case "prefix":
+            return f"{wait.whose} was computing the first {wait.needed} tokens of its prompt"
         case "preempting":
             return "nobody is admitted while running ones give way"
         case reason:

@@ -13,6 +13,7 @@ from pagedjax.explain import WIDTH, _waited, explain, overview
 from pagedjax.history import Fact, History, Miss, Story
 from pagedjax.history.story import Wait
 from pagedjax.request import FinishReason, Sequence
+from pagedjax.scheduling import pages_to_come
 from pagedjax.scheduling.recorder import name_of
 from tests.event_logs import Trace
 from tests.test_scheduler import Bench
@@ -62,7 +63,10 @@ def check_agrees(trace: Trace, history: History) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_history_agrees_with_the_scheduler_after_every_operation(seed: int) -> None:
+def test_a_history_agrees_with_the_scheduler_after_every_operation(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages_to_come, "WORTH_WAITING", (8, 128)[seed // 2 % 2])
     reader = Reader()
     trace = Trace(seed, reader, page_size=(2, 4)[seed % 2], num_pages=(25, 14)[seed % 2])
     history = reader.history

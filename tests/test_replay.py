@@ -18,6 +18,7 @@ from pagedjax.errors import EventLogError
 from pagedjax.events import EventLog
 from pagedjax.replay import Difference, replay
 from pagedjax.scheduler import Scheduler
+from pagedjax.scheduling import pages_to_come
 from tests.event_logs import write_trace
 from tests.helpers import ByteTokenizer
 from tests.tiny_engine import drain, tiny_llm
@@ -32,6 +33,7 @@ from tests.tiny_engine import drain, tiny_llm
     mode=st.sampled_from(["auto", "swap", "swap", "recompute"]),
     num_host_pages=st.sampled_from([0, 3, 20, 20]),
     operations=st.integers(1, 120),
+    worth=st.sampled_from([4, 12, pages_to_come.WORTH_WAITING]),
 )
 @settings(
     max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -46,7 +48,10 @@ def test_random_traces_replay_to_the_same_decisions(
     mode: str,
     num_host_pages: int,
     operations: int,
+    worth: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(pages_to_come, "WORTH_WAITING", worth)
     write_trace(
         tmp_path / "log",
         seed,

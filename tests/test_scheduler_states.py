@@ -6,6 +6,7 @@ preempted all the time. All structures are checked after every rule.
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 import hypothesis.strategies as st
@@ -24,6 +25,8 @@ from pagedjax.errors import CapacityError, TransferError
 from pagedjax.plan import StepPlan, StepResult
 from pagedjax.request import FinishReason, Logprob, Request, SamplingParams, Sequence
 from pagedjax.scheduler import Scheduler
+from pagedjax.scheduling import pages_to_come
+from pagedjax.scheduling.live import LiveSequence
 from tests.fake_runner import FakeRunner, PlainAnswer, check_plan, plain_answer
 from tests.plain_beams import PlainBeam, fake_beams
 from tests.scheduler_faults import schedule_with_failures
@@ -97,6 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(["swap", *PREEMPTION_MODES]),
         victim_policy=st.sampled_from(VICTIM_POLICIES),
         policy=st.sampled_from(SCHEDULING_POLICIES),
+        worth=st.sampled_from([1, 4, 4, 12, pages_to_come.WORTH_WAITING]),
     )
     def start(
         self,
@@ -110,7 +114,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode: Any,
         victim_policy: Any,
         policy: Any,
+        worth: int,
     ) -> None:
+        self.patches = pytest.MonkeyPatch()
+        self.patches.setattr(pages_to_come, "WORTH_WAITING", worth)
         max_model_len = 40
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -166,6 +173,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             ]
             self.add_request(tuple(tokens), SamplingParams(max_tokens=14, ignore_eos=True))
 
+    @rule(
+        prefix=st.integers(0, 1),
+        shared=st.integers(2, 28),
+        tails=st.lists(st.integers(0, 6), min_size=2, max_size=5),
+        data=st.data(),
+    )
+    def add_together(self, prefix: int, shared: int, tails: list[int], data: st.DataObject) -> None:
+        """Requests with one prefix, so that all but one may wait for its pages."""
+        for number, length in enumerate(tails):
+            own = [(number + i) % VOCAB for i in range(length)]
+            params = data.draw(sampling_params(self.config.max_num_seqs))
+            self.add_request((*PREFIXES[prefix][:shared], *own), params)
+
     def add_request(
         self,
         prompt: tuple[int, ...],
@@ -201,9 +221,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         queues = [*roster.running, *roster.waiting]
         can_run = [live for live in queues if live.offers is None and not self.pending]
         oldest = next(iter(can_run), None)
+        waiting = list(roster.waiting)
         plan = (
             schedule_with_failures(self.scheduler) if with_failures else self.scheduler.schedule()
         )
+        for live in waiting:
+            if live in roster.running:
+                assert not self.computed_twice(live)
         if plan is None:
             assert oldest is None, "there is work and nothing runs"
             return
@@ -218,6 +242,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pending.append((plan, result))
         if not late:
             self.deliver_all()
+
+    def computed_twice(self, admitted: LiveSequence) -> int:
+        """Tokens that were worth waiting for, and that an older sequence computes just as well."""
+        owner, size = admitted.owner, self.config.page_size
+        is_caching = self.config.enable_prefix_caching
+        if not is_caching or admitted.host_pages or not owner.may_read_cache(admitted.sequence):
+            return 0
+        tokens, hits = admitted.sequence.tokens, admitted.sequence.num_computed_tokens
+        worth = 0
+        for live in self.scheduler.roster.running:
+            computed = live.sequence.num_computed_tokens // size * size
+            salts = live.owner.request.cache_salt, owner.request.cache_salt
+            is_elder = live.key < admitted.key and salts[0] == salts[1]
+            if is_elder and live.in_flight is not None and computed <= hits:
+                pairs = zip(live.sequence.tokens, tokens[:-1], strict=False)
+                shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                worth = max(worth, shared // size * size - hits)
+        return worth if worth >= -(-pages_to_come.WORTH_WAITING // size) * size else 0
 
     @precondition(lambda self: self.pending)
     @rule()
@@ -337,6 +379,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
+        try:
+            self.end_all()
+        finally:
+            self.patches.undo()
+
+    def end_all(self) -> None:
         self.deliver_all()
         steps = 0
         while self.scheduler.has_work:

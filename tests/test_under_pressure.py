@@ -19,9 +19,12 @@ import pytest
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import LLMEngine
+from pagedjax.events import Step
 from pagedjax.plan import StepPlan, StepResult
 from pagedjax.request import FinishReason, Request, SamplingParams, Sequence
 from pagedjax.scheduler import Scheduler
+from pagedjax.scheduling import pages_to_come
+from tests.event_logs import Events
 from tests.fake_runner import FakeRunner, check_plan, plain_answer
 from tests.helpers import VOCAB as MODEL_VOCAB
 from tests.plain_beams import fake_beams
@@ -39,6 +42,11 @@ TOLERANCE = 1e-5  # of logprobs: steps have other shapes, so sums run in another
 # In all 500 traces 13 of 271,428 logprobs differ by more than that, by 1.6e-5 at most: units in the
 # last place of a random model's large logits. `batch_invariant` is for who needs equal bits.
 TOLERANCE_OF_ALL = 2e-5
+
+
+@pytest.fixture(autouse=True)
+def _few_shared_tokens_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages_to_come, "WORTH_WAITING", 4)
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,8 @@ def run(trace: Trace) -> Counter[str]:
     max_num_seqs = int(trace.rng.integers(2, 7))
     requests = requests_of(trace, max_num_seqs)
     config = config_of(trace, requests, max_num_seqs)
-    scheduler = Scheduler(config)
+    sink = Events()
+    scheduler = Scheduler(config, events=sink)
     runner = FakeRunner(config, scheduler.allocator)
     sequences: list[Sequence] = []
     pending: list[tuple[StepPlan, StepResult]] = []
@@ -153,6 +162,7 @@ def run(trace: Trace) -> Counter[str]:
         swapped=stats.swap.num_pages_in,
         copied=stats.num_cow_copies,
         beams=sum(request.params.beam_width is not None for request in requests),
+        waited=sum("prefix" in step.waiting for step in sink.of(Step)),
     )
 
 
@@ -178,6 +188,7 @@ def test_every_answer_is_that_of_a_run_without_pressure(start: int) -> None:
     assert happened["swapped"] > 100
     assert happened["copied"] > 100
     assert happened["beams"] > 100
+    assert happened["waited"] > 5
 
 
 # ------------------------------------------------------------------------- the engine over a model

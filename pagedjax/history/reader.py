@@ -27,7 +27,7 @@ from pagedjax.events import (
 from pagedjax.history.contents import Contents
 from pagedjax.history.sequences import Sequences
 from pagedjax.history.story import Fact, Moment, Story, Wait
-from pagedjax.history.waits import QueueWaits
+from pagedjax.history.waits import Block, QueueWaits
 
 
 class History:
@@ -225,7 +225,11 @@ class History:
 
     def _block(self, waiting: list[Any]) -> None:
         if waiting:
-            self._queue.block(self.now, self._sequences.story(waiting[0]), *waiting)
+            head, reason, needed, free, reserved, *maker = waiting
+            whose = self._sequences.story(maker[0]).name if maker else ""
+            story = self._sequences.story(head)
+            block = Block(self.now, head, story, reason, needed, free, reserved, whose)
+            self._queue.block(block)
 
     # ------------------------------------------------------------------------- between two steps
 

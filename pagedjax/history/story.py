@@ -20,7 +20,8 @@ class Moment:
 class Wait:
     """Part of a wait: what the head of the queue, which may be the request itself, waited for.
 
-    `reason`, `needed`, `free` and `reserved` are those of `Step.waiting`.
+    `reason`, `needed`, `free` and `reserved` are those of `Step.waiting`; `whose` is the name of
+    the request that computed what was awaited, where it was that.
     """
 
     head: str  # name of a request
@@ -30,6 +31,7 @@ class Wait:
     free: int
     reserved: int
     num_steps: int
+    whose: str = ""
 
 
 @dataclass(frozen=True, slots=True)

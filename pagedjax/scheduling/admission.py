@@ -20,6 +20,11 @@ class Admission:
     hits: PrefixHits  # where the pages are
 
 
+def looks_for_hits(live: LiveSequence) -> bool:
+    """True when it starts from what the prefix cache has of its tokens."""
+    return not live.host_pages and live.owner.may_read_cache(live.sequence)
+
+
 def admission_of(live: LiveSequence, cache: PrefixCache) -> Admission:
     """What a waiting sequence would start from in the next step."""
     sequence = live.sequence

@@ -1,8 +1,9 @@
 """The decisions of one step, by arithmetic alone: who runs, how many tokens each, who gives way.
 
-Owns the policy: running sequences first, oldest first; then waiting ones, strictly in order; one
-token budget for both; who needs a page makes others give theirs up. Nothing it reads is changed,
-so a draft can be thrown away. Knows nothing of arrays or devices.
+Owns the policy: running sequences first, oldest first; then waiting ones in order, of which only
+those are passed that wait for pages that another one is filling; one token budget for both; who
+needs a page makes others give theirs up. Nothing it reads is changed, so a draft can be thrown
+away. Knows nothing of arrays or devices.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ from pagedjax.errors import IntegrityError
 from pagedjax.paging import HostTier, PageAllocator, PrefixCache
 from pagedjax.plan import ScheduledSequence
 from pagedjax.request import Sequence
-from pagedjax.scheduling.admission import Admission, admission_of
+from pagedjax.scheduling.admission import Admission, admission_of, looks_for_hits
 from pagedjax.scheduling.cost_model import CostModel
 from pagedjax.scheduling.live import LiveRequest, LiveSequence
 from pagedjax.scheduling.page_budget import PageBudget
+from pagedjax.scheduling.pages_to_come import PagesToCome, ToCome
 from pagedjax.scheduling.victims import Victim, VictimChooser
 
-type BlockReason = Literal["preempting", "slots", "tokens", "rows", "pages"]
+type BlockReason = Literal["preempting", "slots", "tokens", "rows", "pages", "prefix"]
 
 
 class Blocked(NamedTuple):
     """Why the head of the queue was not admitted: what it needs, of which there is too little.
 
     `reserved` of the `free` pages are kept for what runs; of slots, for samples that will fork.
+    For the reason "prefix" it waits for its first `needed` tokens, which `maker` computes.
     """
 
     live: LiveSequence
@@ -36,6 +39,7 @@ class Blocked(NamedTuple):
     needed: int = 1
     free: int = 0
     reserved: int = 0
+    maker: LiveSequence | None = None
 
 
 class StepDraft:
@@ -85,6 +89,8 @@ class StepDraft:
         self._max_rows = config.max_rows
         self._pages = PageBudget(allocator, config.page_size)
         self._num_parked = 0
+        self._slots_left = 0  # for who is admitted
+        self._reserved = 0  # pages that who is admitted must leave
 
     def park(self, idle: LiveSequence) -> None:
         """An idle lane of a beam search gives its pages up; to be called first of all."""
@@ -124,18 +130,23 @@ class StepDraft:
         A prompt fits when its pages, all of them, are free now beside what this step takes, what
         admitted prompts still need, and the next page of each running sequence that is about to
         need one. An idle engine thus takes anything that passed the door.
+
+        A prompt that goes on along pages that an older sequence is filling waits for them where
+        it is in the queue, and those behind it may pass. The slots and pages that it will need
+        are kept, so that nobody who passes makes it wait longer.
         """
-        budget = self._config.max_num_batched_tokens
         if not waiting:
             return
         gives_way = len(self.victims) > self._num_parked
-        if gives_way or not free_slots or self.num_tokens >= budget:
+        if gives_way or not free_slots or self.num_tokens >= self._config.max_num_batched_tokens:
             reason = "preempting" if gives_way else "tokens" if free_slots else "slots"
             self.blocked = Blocked(waiting[0], reason)
             return
         promised = sum(live.width - 1 for live in running if not live.owner.is_forked)
-        slots_left = len(free_slots) - promised
-        reserved = self._reserved(running)
+        self._slots_left = len(free_slots) - promised
+        self._reserved = self._reserved_for(running)
+        front = len(self.front_tokens)
+        to_come = PagesToCome(self.lives, running, front, self._config.page_size)
         parked: LiveRequest | None = None
         for live in waiting:
             if live.offers is not None:
@@ -143,33 +154,58 @@ class StepDraft:
                 continue
             if parked is not None and live.owner is not parked:
                 return  # the lanes in front will need the room once their search turns
-            if live.width > slots_left or self.num_tokens >= budget:
-                self.blocked = Blocked(live, "tokens")
-                if live.width > slots_left:
-                    free = len(free_slots) - len(self.admitted)
-                    self.blocked = Blocked(live, "slots", live.width, free, free - slots_left)
+            blocked = self._start(live, free_slots, to_come)
+            if blocked is None:
+                continue
+            if self.blocked is None:
+                self.blocked = blocked
+                self.short_of_pages = live if blocked.reason == "pages" else None
+            if blocked.reason != "prefix":
                 return
-            admission = admission_of(live, self._cache)
-            start, hits = admission.num_tokens, admission.hits
-            num_tokens, num_prompt_rows, num_samples = self._chunk(live, start)
-            taken = self._pages.taken_by(admission)
-            whole = self._pages_for(live.sequence.num_tokens) - len(hits) + taken
-            if num_tokens == 0:
-                self.blocked = Blocked(live, "rows", live.width)
-                return
-            if whole > self._pages.free - reserved:
-                self.short_of_pages = live
-                self.blocked = Blocked(live, "pages", whole, self._pages.free, reserved)
-                return
-            self._pages.hold(admission)
-            total = start + num_tokens
-            slot = free_slots[len(self.admitted)]
-            self._pages.free -= self._pages_for(total) - len(hits) + taken
-            reserved += self._reserve(live, total)
-            slots_left -= live.width
-            self.admitted.append(admission)
-            self.grown.append((live, total))
-            self._add(live, start, slot, num_tokens, num_prompt_rows, num_samples)
+
+    def _start(
+        self, live: LiveSequence, free_slots: Seq[int], to_come: PagesToCome
+    ) -> Blocked | None:
+        """Admits a waiting sequence, or says why not."""
+        if live.width > self._slots_left:
+            free = len(free_slots) - len(self.admitted)
+            return Blocked(live, "slots", live.width, free, free - self._slots_left)
+        if self.num_tokens >= self._config.max_num_batched_tokens:
+            return Blocked(live, "tokens")
+        looks = self._cache.enabled and looks_for_hits(live)
+        if looks and (awaited := to_come.again(live)) is not None:
+            return self._hold_back(live, awaited)
+        admission = admission_of(live, self._cache)
+        start, hits = admission.num_tokens, admission.hits
+        if looks and (awaited := to_come.behind(live, len(hits))) is not None:
+            return self._hold_back(live, awaited)
+        num_tokens, num_prompt_rows, num_samples = self._chunk(live, start)
+        if num_tokens == 0:
+            return Blocked(live, "rows", live.width)
+        taken = self._pages.taken_by(admission)
+        whole = self._pages_for(live.sequence.num_tokens) - len(hits) + taken
+        if whole > self._pages.free - self._reserved:
+            return Blocked(live, "pages", whole, self._pages.free, self._reserved)
+        self._pages.hold(admission)
+        total = start + num_tokens
+        slot = free_slots[len(self.admitted)]
+        self._pages.free -= self._pages_for(total) - len(hits) + taken
+        self._reserved += self._reserve(live, total)
+        self._slots_left -= live.width
+        self.admitted.append(admission)
+        self.grown.append((live, total))
+        self._add(live, start, slot, num_tokens, num_prompt_rows, num_samples)
+        return None
+
+    def _hold_back(self, live: LiveSequence, awaited: ToCome) -> Blocked:
+        """It waits for pages to come, and keeps its claim to what it will need beside them."""
+        shared = awaited.num_tokens
+        whole = self._pages_for(live.sequence.num_tokens) - shared // self._config.page_size
+        if whole > self._pages.free - self._reserved:
+            return Blocked(live, "pages", whole, self._pages.free, self._reserved)
+        self._reserved += self._reserve(live, shared)
+        self._slots_left -= live.width
+        return Blocked(live, "prefix", shared, maker=awaited.maker)
 
     def _decode_front(self, running: Seq[LiveSequence]) -> int:
         """Plans those at the front that run their last token and have, or find, the page for it.
@@ -288,7 +324,7 @@ class StepDraft:
             return False
         return self._pages.references(live.table.last_page) > 1
 
-    def _reserved(self, running: Seq[LiveSequence]) -> int:
+    def _reserved_for(self, running: Seq[LiveSequence]) -> int:
         """Pages to keep for all running sequences."""
         size, front = self._config.page_size, len(self.front_tokens)
         pages = sum((start + 1) % size == 0 for start in self.starts[:front])

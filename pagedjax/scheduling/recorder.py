@@ -87,7 +87,7 @@ class Recorder:
         self._rates: dict[str, float] = {}  # as said last
         self._last: list[LiveSequence] = []  # what ran in the last step
         self._has_beams = False  # a request with beams came
-        self._waiting: tuple[str, str] | None = None  # head of the queue and reason, as said last
+        self._waiting: list[str] | None = None  # head of the queue and reason, as said last
         self._victims: set[LiveSequence] = set()  # of the step that is being committed
         self._sink.emit(Header(schema=SCHEMA, version=__version__, config=asdict(config)))
 
@@ -245,10 +245,11 @@ class Recorder:
             self._waiting = None
             return []
         head = name_of(blocked.live.sequence)
-        if self._waiting == (head, blocked.reason):
+        maker = [] if blocked.maker is None else [name_of(blocked.maker.sequence)]
+        if self._waiting == [head, blocked.reason, *maker]:
             return []
-        self._waiting = (head, blocked.reason)
-        return [head, blocked.reason, blocked.needed, blocked.free, blocked.reserved]
+        self._waiting = [head, blocked.reason, *maker]
+        return [head, blocked.reason, blocked.needed, blocked.free, blocked.reserved, *maker]
 
 
 def name_of(sequence: Sequence) -> str:
