@@ -171,13 +171,13 @@ class Watched(PagedJaxPeer):
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(llm, {})
-        self._stats = llm.engine.scheduler
+        self._scheduler = llm.engine.scheduler
         self.pool_use_peak = 0.0
 
     def step(self, wait: float) -> list[tuple[int, list[int], bool]]:
         """A step, and a look at the pool."""
         advanced = super().step(wait)
-        self.pool_use_peak = max(self.pool_use_peak, self._stats.stats.kv_usage)
+        self.pool_use_peak = max(self.pool_use_peak, self._scheduler.stats.kv_usage)
         return advanced
 
 

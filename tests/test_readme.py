@@ -54,7 +54,7 @@ def test_python_blocks_are_python_and_import_what_exists() -> None:
 
 
 def test_files_and_scripts_that_it_names_exist() -> None:
-    named = set(re.findall(r"\b((?:scripts|examples)/[\w.]+)", README))
+    named = set(re.findall(r"\b((?:scripts|examples)/(?:\w+/)*[\w.]+)", README))
     made_by_demo = {"examples/prompts.out.jsonl"}
     assert named
     for name in named - made_by_demo:
