@@ -82,6 +82,8 @@ def compare_engines(
     except (ValueError, PeerFailed) as error:
         print(f"bench_engine: {error}", file=sys.stderr)
         return 2
+    if hasattr(os, "getloadavg") and os.getloadavg()[0] > len(cores) / 2:
+        _note(f"other programs run here (load {os.getloadavg()[0]:.1f}): figures will be too low")
     results = Comparer(asked, starter, _note).run()
     report(results, args.workload, cores)
     return 1 if results.failures else 0

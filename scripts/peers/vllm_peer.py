@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 
+_BLOCK = 128  # positions of a page: its default on a CPU
+
+
 def find() -> None:
     """Raises `ImportError` where it is not installed."""
     importlib.import_module("vllm")
@@ -30,6 +33,8 @@ def load(settings: dict[str, Any]) -> VLLMPeer:
         "dtype": settings["dtype"],
         "max_num_seqs": settings["concurrency"],
         "max_model_len": settings["max_model_len"],
+        "block_size": _BLOCK,
+        "num_gpu_blocks_override": _num_blocks(settings),
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
@@ -39,12 +44,18 @@ def load(settings: dict[str, Any]) -> VLLMPeer:
     return VLLMPeer(vllm, options, settings["model"])
 
 
+def _num_blocks(settings: dict[str, Any]) -> int:
+    """The pool that all engines get, in its pages; one is its null page."""
+    return 1 + settings["concurrency"] * -(-settings["max_model_len"] // _BLOCK)
+
+
 def _pool_gib(settings: dict[str, Any]) -> int:
-    """The pool that all engines get, in whole GiB, for it takes no others."""
+    """Room for that pool, in whole GiB: it checks this first, then makes as many pages as asked."""
     config = json.loads((Path(settings["model"]) / "config.json").read_text())
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
-    size = values * (4 if settings["dtype"] == "float32" else 2) * settings["kv_tokens"]
+    size = values * (4 if settings["dtype"] == "float32" else 2)
+    size *= _num_blocks(settings) * _BLOCK
     return max(1, -(-size // 2**30))
 
 
