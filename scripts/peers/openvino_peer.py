@@ -60,7 +60,6 @@ class OpenVINOPeer:
         """Queues a request."""
         config = self._genai.GenerationConfig()
         config.max_new_tokens = max_new
-        config.min_new_tokens = max_new
         config.ignore_eos = True
         config.do_sample = False
         config.apply_chat_template = False

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-
 _BLOCK = 128  # positions of a page: its default on a CPU
 
 
@@ -65,7 +64,6 @@ class VLLMPeer:
     def __init__(self, vllm: Any, options: dict[str, Any], model: str) -> None:
         self._vllm = vllm
         self._engine = vllm.LLM(model=model, **options).llm_engine
-        self._runs = 0
         self.version = vllm.__version__
         self.options = options
 
@@ -75,7 +73,6 @@ class VLLMPeer:
         params = self._vllm.SamplingParams(
             temperature=0.0,
             max_tokens=max_new,
-            min_tokens=max_new,
             ignore_eos=True,
             detokenize=False,
             output_kind=kinds.DELTA,
