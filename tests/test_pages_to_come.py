@@ -198,6 +198,17 @@ def test_who_waits_loses_no_page_to_those_behind_it() -> None:
     assert bench.scheduler.stats.num_preemptions == 0
 
 
+def test_what_would_fit_beside_the_first_alone_does_not_pass_the_second() -> None:
+    bench = bench_of(num_pages=1 + 64, max_model_len=1_000)
+    first, second = add(bench, PREFIX), add(bench, PREFIX, 280)  # 34 pages, and 18 of its own
+    third = add(bench, OTHER[:300], 10)  # 20 pages
+    bench.step()
+    assert statuses(first, second, third) == [RUNNING, WAITING, WAITING]
+    bench.step()
+    assert statuses(second, third) == [RUNNING, WAITING]
+    check_answers(bench, first, second, third)
+
+
 def test_who_waits_for_a_prefix_and_lacks_pages_stops_those_behind_it() -> None:
     bench = bench_of(num_pages=1 + 64)
     first, second = add(bench, PREFIX), add(bench, PREFIX, 500)  # 34 pages, and 32 of its own

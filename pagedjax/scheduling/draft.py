@@ -172,7 +172,7 @@ class StepDraft:
             return Blocked(live, "slots", live.width, free, free - self._slots_left)
         if self.num_tokens >= self._config.max_num_batched_tokens:
             return Blocked(live, "tokens")
-        looks = self._cache.enabled and looks_for_hits(live)
+        looks = looks_for_hits(live)
         if looks and (awaited := to_come.again(live)) is not None:
             return self._hold_back(live, awaited)
         admission = admission_of(live, self._cache)
