@@ -1,6 +1,6 @@
 """The environment variables that pagedjax reads, in one place and never at import.
 
-PAGEDJAX_CACHE_DIR   where compiled steps are kept between runs; empty: nowhere.
+PAGEDJAX_CACHE_DIR   where compiled programs are kept between runs; empty: nowhere.
                      Default: $XDG_CACHE_HOME/pagedjax or ~/.cache/pagedjax.
 NO_COLOR             not empty: what is drawn in a terminal has no colours (https://no-color.org).
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 class Environment:
     """What the environment says."""
 
-    cache_dir: Path | None  # None: keep no compiled steps
+    cache_dir: Path | None  # None: keep no compiled programs
     no_color: bool
 
 

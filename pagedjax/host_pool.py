@@ -29,7 +29,7 @@ from pagedjax.capacity import GIB
 from pagedjax.errors import CapacityError, TransferError
 from pagedjax.kv_cache import KVCache
 from pagedjax.plan import PageMove
-from pagedjax.programs import Program
+from pagedjax.programs import Program, abstract
 from pagedjax.rates import MovingMedian
 
 NARROW, WIDE = 8, 64  # pages that one call moves: a few, and many
@@ -292,13 +292,17 @@ def move_programs(
         programs["gather", width] = Program(
             name=f"{width} pages out",
             function=gather,
-            arguments=(kv_cache, ids),
+            holds=f"{implementation}",
+            arguments=(abstract(kv_cache), ids),
+            result=pages,
             out_shardings=landing(),
         )
         programs["scatter", width] = Program(
             name=f"{width} pages back",
             function=scatter,
-            arguments=(kv_cache, ids, pages),
+            holds=f"{implementation}",
+            arguments=(abstract(kv_cache), ids, pages),
+            result=abstract(kv_cache),
             donated=(0,),
         )
     return programs

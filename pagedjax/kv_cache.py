@@ -8,6 +8,7 @@ also has scales, one for each vector. head_dim may be larger than the model's, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -54,6 +55,13 @@ class KVCache:
     def scales(self, layer: int) -> jax.Array | None:
         """Scales of one layer, or None."""
         return None if self.kv_scales is None else self.kv_scales[layer]
+
+
+def joined(caches: Sequence[KVCache]) -> KVCache:
+    """One cache of the layers of several, which are all quantised or none."""
+    scales = [scale for cache in caches for scale in cache.kv_scales or ()]
+    pages = tuple(pages for cache in caches for pages in cache.kv_pages)
+    return KVCache(pages, tuple(scales) or None)
 
 
 def init_kv_cache(

@@ -25,6 +25,7 @@ from pagedjax.config import EngineConfig
 from pagedjax.errors import ConfigError, RequestError
 from pagedjax.intake import prompt_fields
 from pagedjax.interrupts import DeferredInterrupt
+from pagedjax.programs import CompiledProgram
 from pagedjax.request import RequestOutput, SamplingParams
 from pagedjax.startup import ModelFacts, start_engine
 from pagedjax.tokenizer import TextTokenizer, Tokenizer
@@ -299,13 +300,14 @@ class _Ask:
 
 
 class _CompileBar:
-    """A progress bar over compiled step shapes, made when the first one is done."""
+    """A progress bar over an engine's programs, made when the first one is ready."""
 
     def __init__(self, show: bool) -> None:
-        self._bar = tqdm(desc="compiling", unit="shape", disable=not show, leave=False)
+        self._bar = tqdm(desc="compiling", unit="program", disable=not show, leave=False)
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, program: CompiledProgram, done: int, total: int) -> None:
         self._bar.total = total
+        self._bar.set_postfix_str(program.name, refresh=False)
         self._bar.update(done - self._bar.n)
 
     def __enter__(self) -> _CompileBar:
@@ -395,4 +397,5 @@ def _facts(
         max_model_len=loaded.config.max_positions,
         eos_token_ids=eos | frozenset(loaded.eos_token_ids),
         load_seconds=seconds,
+        identity=loaded.identity,
     )

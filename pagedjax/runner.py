@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from pagedjax.plan import (
     StepPlan,
     StepResult,
 )
-from pagedjax.programs import Program, ProgramSet, Progress
+from pagedjax.programs import Handle, Program, ProgramSet, Progress, abstract
 from pagedjax.rates import MovingMedian, Rates
 
 _FLOAT_ROWS = frozenset(
@@ -112,8 +112,9 @@ class ModelRunner:
         implementation: str | None = None,
         head_dim: int | None = None,
         cascade: bool = False,
+        programs: ProgramSet | None = None,
     ) -> None:
-        """Allocates the pool and the sampler's rows; compiles nothing yet.
+        """Allocates the pool and the sampler's rows; compiles nothing else yet.
 
         Args:
           model: the parameters as flat leaves and the function to put them together.
@@ -122,24 +123,28 @@ class ModelRunner:
           implementation: of paged attention; None: the best for the device.
           head_dim: of the pages, at least the model's; None: the model's.
           cascade: read long prefixes that sequences share once.
+          programs: what compiles; None: one that keeps nothing.
         """
         self.model = model
-        self.programs = ProgramSet()
+        self.programs = programs or ProgramSet()
         self._config = config
         self._static = {
             "implementation": implementation,
             "cascade": cascade,
             "batch_invariant": config.batch_invariant,
         }
-        self._forwards: dict[int, Callable[..., Any]] = {}
-        self._samplers: dict[int, Callable[..., Any]] = {}
+        self._forwards: Mapping[int, Handle] = {}
+        self._samplers: Mapping[int, Callable[..., Any]] = {}
         self._copy: Callable[[KVCache, Any], KVCache] | None = None
         self._set_row: Callable[..., Any] | None = None
-        self._new_cache = functools.partial(
-            _new_cache, model, config, cache_dtype, head_dim or model.head_dim
-        )
+        fresh = self.programs.compile({
+            "layer": _layer_program(model, config, cache_dtype, head_dim or model.head_dim),
+            "rows": _state_program(config.max_num_seqs, model.vocab_size),
+        })  # fmt: skip
+        self._new_cache = functools.partial(_new_cache, fresh["layer"], model.num_layers)
+        self._new_sampler: Callable[[], sampling.SamplerState] = fresh["rows"]
         self.kv_cache = self._new_cache()
-        self._sampler = sampling.init_state(config.max_num_seqs, model.vocab_size)
+        self._sampler = self._new_sampler()
         self.host_pool = HostPool(config.num_host_pages, self.kv_cache)
         self._seconds_per_token = MovingMedian()
 
@@ -156,10 +161,15 @@ class ModelRunner:
         return PackedLayout(bucket, rows, self._config.pages_per_seq)
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles every bucket's forward pass, the samplers and the updates; runs each once."""
+        """Compiles every bucket's forward pass, the samplers and the updates.
+
+        What was compiled runs once. Of what was kept from an earlier start, a prompt's smallest
+        step runs once, and the rest may still be read when this returns.
+        """
         buckets = self._config.buckets
         widths = sorted({_sampler_width(self._config, bucket) for bucket in buckets})
         host = self.host_pool
+        smallest = self._config.mixed_buckets[0]
         move_widths = host.widths if self._config.num_host_pages else ()
         implementation = self._static["implementation"]
         # The largest first: several threads then end at about the same time.
@@ -171,6 +181,8 @@ class ModelRunner:
                ("row", 0): _row_program(self._sampler, self.model.vocab_size)}
             | host_pool.move_programs(move_widths, self.kv_cache, implementation),
             progress,
+            first=[("forward", smallest), ("sampler", _sampler_width(self._config, smallest)),
+                   ("copy", 0), ("row", 0)],
         )  # fmt: skip
         self._forwards = {bucket: compiled["forward", bucket] for bucket in buckets}
         self._samplers = {width: compiled["sampler", width] for width in widths}
@@ -183,7 +195,9 @@ class ModelRunner:
 
     def temp_bytes(self, bucket: int) -> int:
         """Temporary device memory of one forward pass of this bucket, by the compiler's account."""
-        analysis = self.lower_forward(bucket).compile().memory_analysis()
+        program = self._forward_program(bucket)
+        handle = self.programs.compile({0: replace(program, name="largest step, for its memory")})
+        analysis = handle[0].compiled.memory_analysis()
         return 0 if analysis is None else int(analysis.temp_size_in_bytes)
 
     def lower_forward(self, bucket: int) -> jax.stages.Lowered:
@@ -196,10 +210,13 @@ class ModelRunner:
         static = {**self._static, "max_q_len": 1 if is_decode else None}
         neutral = np.tile(_neutral_row(self._config), (_sampler_width(self._config, bucket), 1))
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+        kv_cache, identity = abstract(self.kv_cache), self.model.identity
         return Program(
             name=f"decoding {bucket} tokens" if is_decode else f"step of {bucket} tokens",
             function=functools.partial(_forward, self.model.merge, layout, static, neutral),
-            arguments=(self.model.leaves, self.kv_cache, packed),
+            holds=None if identity is None else f"{identity} {layout} {static} {neutral.tolist()}",
+            arguments=(self.model.leaves, kv_cache, packed),
+            result=(kv_cache, 0, 0),
             donated=(1,),
         )
 
@@ -249,7 +266,7 @@ class ModelRunner:
             self.kv_cache = self._new_cache()
             is_lost = True
         if not _is_alive(self._sampler):
-            self._sampler = sampling.init_state(self._config.max_num_seqs, self.model.vocab_size)
+            self._sampler = self._new_sampler()
             is_lost = True
         bucket = self._config.buckets[0]
         jax.block_until_ready(self._call(bucket, self._idle(bucket)))
@@ -291,14 +308,17 @@ class ModelRunner:
         self._sampler = self._set_row(self._sampler, np.int32(update.slot), *row)
 
     def _rehearse(self) -> None:
-        """Runs each program once, which changes nothing."""
+        """Runs programs once, which changes nothing: errors, if any, come now."""
         if self._config.num_host_pages:
             self.kv_cache = self.host_pool.rehearse(self.kv_cache)
         if self._copy is not None and self._set_row is not None:
             self.kv_cache = self._copy(self.kv_cache, _no_copies(self._config))
             row = _empty_row(self.model.vocab_size)
             self._sampler = self._set_row(self._sampler, np.int32(0), *row)
+        smallest = self._config.mixed_buckets[0]
         for bucket in self._config.buckets:
+            if bucket != smallest and self._forwards[bucket].was_kept:
+                continue
             started = time.perf_counter()
             jax.block_until_ready(self._call(bucket, self._idle(bucket)))
             self._note_time(bucket, bucket, started)
@@ -329,13 +349,48 @@ def _sampler_width(config: SchedulerConfig, bucket: int) -> int:
     return small if config.rows_in(bucket) <= small else config.max_rows
 
 
+def _layer_program(
+    model: FlatModel, config: SchedulerConfig, dtype: jnp.dtype, head_dim: int
+) -> Program:
+    """Makes the pool of one layer; all layers at once would be one array, copied."""
+    sizes = {
+        "num_layers": 1,
+        "num_pages": config.num_pages,
+        "num_kv_heads": model.num_kv_heads,
+        "page_size": config.page_size,
+        "head_dim": head_dim,
+        "dtype": jnp.dtype(dtype),
+    }
+    make = functools.partial(kv_caches.init_kv_cache, **sizes)
+    return Program(
+        name="page pool of a layer",
+        function=make,
+        holds=repr(sizes),
+        arguments=(),
+        result=jax.eval_shape(make),
+    )
+
+
+def _state_program(max_num_seqs: int, vocab_size: int) -> Program:
+    make = functools.partial(sampling.init_state, max_num_seqs, vocab_size)
+    return Program(
+        name="sampler's rows",
+        function=make,
+        holds=f"{max_num_seqs} {vocab_size}",
+        arguments=(),
+        result=jax.eval_shape(make),
+    )
+
+
 def _sampler_program(state: sampling.SamplerState, vocab_size: int, width: int) -> Program:
     logits = jax.ShapeDtypeStruct((width, vocab_size), jnp.float32)
     rows = jax.ShapeDtypeStruct((width, _ROW_WORDS), jnp.int32)
     return Program(
         name=f"sampling {width} rows",
         function=_sample,
-        arguments=(state, logits, rows),
+        holds="",
+        arguments=(abstract(state), logits, rows),
+        result=(abstract(state), 0),
         donated=(0,),
     )
 
@@ -344,7 +399,9 @@ def _copy_program(kv_cache: KVCache, config: SchedulerConfig, implementation: An
     return Program(
         name="page copies",
         function=functools.partial(_copy_pages, implementation),
-        arguments=(kv_cache, _no_copies(config)),
+        holds=f"{implementation}",
+        arguments=(abstract(kv_cache), _no_copies(config)),
+        result=abstract(kv_cache),
         donated=(0,),
     )
 
@@ -353,7 +410,9 @@ def _row_program(state: sampling.SamplerState, vocab_size: int) -> Program:
     return Program(
         name="row update",
         function=sampling.set_row,
-        arguments=(state, np.int32(0), *_empty_row(vocab_size)),
+        holds="",
+        arguments=(abstract(state), np.int32(0), *_empty_row(vocab_size)),
+        result=abstract(state),
         donated=(0,),
     )
 
@@ -382,17 +441,8 @@ def _delete(tree: Any) -> None:
             array.delete()
 
 
-def _new_cache(
-    model: FlatModel, config: SchedulerConfig, dtype: jnp.dtype, head_dim: int
-) -> KVCache:
-    return kv_caches.init_kv_cache(
-        num_layers=model.num_layers,
-        num_pages=config.num_pages,
-        num_kv_heads=model.num_kv_heads,
-        page_size=config.page_size,
-        head_dim=head_dim,
-        dtype=dtype,
-    )
+def _new_cache(new_layer: Callable[[], KVCache], num_layers: int) -> KVCache:
+    return kv_caches.joined([new_layer() for _ in range(num_layers)])
 
 
 def _forward(

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from pagedjax import device, environment, host_pool, kernel_choice
@@ -39,14 +36,14 @@ from pagedjax.events import EventLog
 from pagedjax.kernel_choice import KernelChoice
 from pagedjax.models import contract
 from pagedjax.models.contract import FlatModel
+from pagedjax.program_store import ProgramStore, open_folder
+from pagedjax.programs import CompiledProgram, ProgramSet, Progress
 from pagedjax.runner import ModelRunner
 from pagedjax.scheduler import Scheduler
 from pagedjax.tokenizer import Tokenizer
 from pallas_kernels.quantize import LARGEST
 
 logger = logging.getLogger("pagedjax")
-
-type Progress = Callable[[int, int], None]  # compiled shapes: done, of
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +69,30 @@ class StartupReport:
     max_num_batched_tokens: int
     max_concurrency: float  # requests of max_model_len at once
     buckets: tuple[int, ...]
-    num_compiled: int  # programs: one a bucket, and the samplers and updates
-    compile_seconds: float
+    programs: tuple[CompiledProgram, ...]  # a forward pass for each bucket, samplers, updates
+    compile_seconds: float  # until the programs were ready, or known to be kept
     total_seconds: float
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that are ready, kept ones too."""
+        return len(self.programs)
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs that this start compiled."""
+        return sum(not program.is_kept for program in self.programs)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return dataclasses.asdict(self)
+        programs = [dataclasses.asdict(program) for program in self.programs]
+        counts = {"num_programs": self.num_programs, "num_compiled": self.num_compiled}
+        return dataclasses.asdict(self) | {"programs": programs} | counts
+
+    def program_lines(self) -> list[str]:
+        """Each program's name and seconds, the slowest first."""
+        slowest = sorted(self.programs, key=lambda program: -program.seconds)
+        return [f"  {program}" for program in slowest]
 
     def lines(self) -> list[str]:
         """For people."""
@@ -97,8 +111,9 @@ class StartupReport:
             f"tokens per request: {self.max_concurrency:.2f}x",
             f"Attention: {self.attention}. Steps of at most {self.max_num_seqs} sequences and "
             f"{self.max_num_batched_tokens} tokens",
-            f"Compiled {self.num_compiled} programs for steps of {list(self.buckets)} tokens in "
-            f"{self.compile_seconds:.1f} s (with what the compilation cache held)",
+            f"Programs for steps of {list(self.buckets)} tokens: {self.num_compiled} compiled, "
+            f"{self.num_programs - self.num_compiled} kept from earlier starts, in "
+            f"{self.compile_seconds:.1f} s",
             f"Start-up took {self.total_seconds:.1f} s",
         ]
 
@@ -111,6 +126,7 @@ class ModelFacts:
     max_model_len: int | None  # None: the options must say it
     eos_token_ids: frozenset[int] = frozenset()
     load_seconds: float = 0.0
+    identity: str | None = None  # see `FlatModel.identity`
 
 
 def start_engine(
@@ -128,12 +144,12 @@ def start_engine(
     """
     started = time.monotonic()
     events = None if options.event_log is None else EventLog(options.event_log)
-    keep_compiled_steps()
-    flat = contract.flatten(model)
+    programs = ProgramSet(_store())
+    flat = contract.flatten(model, identity=facts.identity)
     target = device.here()
-    sizes = decide(flat, options, facts, target)
+    sizes = decide(flat, options, facts, target, programs)
     config, layout = sizes.config, sizes.layout
-    runner = _runner(flat, config, sizes.cache_dtype, sizes.choice, options)
+    runner = _runner(flat, config, sizes.cache_dtype, sizes.choice, options, programs)
     compiling = time.monotonic()
     runner.warm_up(progress)
     now = time.monotonic()
@@ -165,7 +181,7 @@ def start_engine(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_concurrency=sizes.pool.concurrency(layout),
         buckets=config.buckets,
-        num_compiled=len(runner.programs.log),
+        programs=programs.log,
         compile_seconds=now - compiling,
         total_seconds=now - started + facts.load_seconds,
     )
@@ -174,23 +190,11 @@ def start_engine(
     return engine, report
 
 
-def keep_compiled_steps() -> None:
-    """Turns on JAX's persistent compilation cache, unless the user set or disabled one."""
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
+def _store() -> ProgramStore | None:
+    """Where compiled programs are kept, if anywhere."""
     folder = environment.read().cache_dir
-    if folder is None:
-        return
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            logger.warning("not using %s for compiled steps: it belongs to another user", folder)
-            return
-    except OSError as error:
-        logger.warning("not keeping compiled steps: %s", error)
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    folder = None if folder is None else open_folder(folder)
+    return None if folder is None else ProgramStore(folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +221,13 @@ class Sizes:
     transfer_bytes: int
 
 
-def decide(flat: FlatModel, options: EngineConfig, facts: ModelFacts, target: Target) -> Sizes:
+def decide(
+    flat: FlatModel,
+    options: EngineConfig,
+    facts: ModelFacts,
+    target: Target,
+    programs: ProgramSet | None = None,
+) -> Sizes:
     """Resolves every "choose for the device"; allocates nothing that stays.
 
     Args:
@@ -225,13 +235,15 @@ def decide(flat: FlatModel, options: EngineConfig, facts: ModelFacts, target: Ta
       options: what was asked for.
       facts: what else is known of the model.
       target: the device, its free memory without the weights'.
+      programs: what compiles, on an accelerator, the largest step for its memory.
 
     Raises:
       ConfigError, CapacityError: as `start_engine` does.
     """
     dtype = flat.dtype if options.dtype == "auto" else jnp.dtype(options.dtype)
     cache_dtype = _cache_dtype(options, dtype)
-    contract.check(flat, cache_dtype)
+    if flat.identity is None:  # our own models keep the contract; tracing one takes a while
+        contract.check(flat, cache_dtype)
     page_size = options.page_size or target.defaults.page_size
     check_page_size(page_size)
     choice = kernel_choice.choose(
@@ -248,7 +260,7 @@ def decide(flat: FlatModel, options: EngineConfig, facts: ModelFacts, target: Ta
     )
     step_bytes = None
     if target.is_here and target.platform != "cpu" and options.num_pages is None:
-        step_bytes = _step_bytes(flat, options, layout, cache_dtype, choice)
+        step_bytes = _step_bytes(flat, options, layout, cache_dtype, choice, programs)
     transfer_bytes = host_pool.temp_bytes(layout.page_bytes) if options.swap_space else 0
     budget = pool_budget(
         on_cpu=target.platform == "cpu",
@@ -368,6 +380,7 @@ def _step_bytes(
     layout: PageLayout,
     cache_dtype: jnp.dtype,
     choice: KernelChoice,
+    programs: ProgramSet | None,
 ) -> int:
     """Temporaries of the largest step, compiled once over a pool of two pages."""
     defaults = device.defaults()
@@ -382,7 +395,7 @@ def _step_bytes(
         vocab_size=flat.vocab_size,
         batch_invariant=options.batch_invariant,
     )
-    runner = _runner(flat, probe, cache_dtype, choice, options)
+    runner = _runner(flat, probe, cache_dtype, choice, options, programs)
     return runner.temp_bytes(probe.buckets[-1])
 
 
@@ -392,6 +405,7 @@ def _runner(
     cache_dtype: jnp.dtype,
     choice: KernelChoice,
     options: EngineConfig,
+    programs: ProgramSet | None,
 ) -> ModelRunner:
     return ModelRunner(
         flat,
@@ -400,6 +414,7 @@ def _runner(
         implementation=choice.implementation,
         head_dim=choice.head_dim,
         cascade=options.cascade_attention,
+        programs=programs,
     )
 
 

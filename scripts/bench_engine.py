@@ -316,7 +316,7 @@ def _environment(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
         "num_pages": llm.report.num_pages,
         "max_num_seqs": llm.report.max_num_seqs,
         "workload_file": args.workload.name,
-        "compiles": llm.report.num_compiled,
+        "compiles": llm.report.num_programs,
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 

@@ -14,8 +14,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # which slows every matrix product of the suite; a test of sharding starts its own process with
 # `--xla_force_host_platform_device_count`.
 
-# Steps that the tests compile are kept in the checkout, not in the user's home: engines of one
-# shape share them, and the next run finds them. JAX's key covers program, version and flags.
+# What the tests compile is kept in the checkout, not in the user's home: engines of one shape
+# share it, and the next run finds it. The keys cover programs, versions and flags.
 os.environ.setdefault("PAGEDJAX_CACHE_DIR", str(Path(__file__).parent.parent / ".cache/pagedjax"))
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +31,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Parity tests compare with float64: products must not be rounded to a faster format.
 jax.config.update("jax_default_matmul_precision", "highest")
+
+# Bare jitted functions are kept by JAX itself.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".cache/jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 # The same examples on every run and machine, and no deadline: two busy cores are slow, not wrong.
 hypothesis.settings.register_profile(

@@ -24,8 +24,8 @@ HOST_HALF = CONTRACTS["The host half never imports JAX"]["source_modules"]
 
 # Modules of pagedjax that may load JAX. A new module is placed here or in the host half's contract.
 MAY_IMPORT_JAX = {
-    "attention", "device", "host_pool", "kv_cache", "models", "programs", "runner",  # device half
-    "sampling", "weights",
+    "attention", "device", "host_pool", "kv_cache", "models", "program_key", "programs",  # device
+    "runner", "sampling", "weights",  # half
     "engine", "kernel_choice", "startup", "memory_plan", "llm", "progress", "report",  # composition
     "batch_job", "doctor", "server", "cli", "__main__",  # programs
 }  # fmt: skip

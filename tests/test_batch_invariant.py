@@ -141,7 +141,7 @@ def test_every_step_is_one_program() -> None:
     runner = llm("float32").engine.runner
     config = llm("float32").engine.scheduler.config
     assert config.buckets == (32,)
-    assert len(runner.programs.log) == 1 + 1 + 2 + 4  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(runner.programs.log) == 2 + 1 + 1 + 2 + 4  # pyright: ignore[reportAttributeAccessIssue]
     assert not config.is_decode_bucket(32)
     assert config.bucket_for(1, 1, decode_only=True) == 32
 

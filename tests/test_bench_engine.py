@@ -186,7 +186,7 @@ def test_the_environment_is_told(bench: Any, workload_file: Path) -> None:
     assert json.loads(json.dumps(told)) == told
     assert told["model"] == "TinyLM"
     assert told["workload_file"] == "load.json"
-    assert told["compiles"] == tiny_llm().report.num_compiled
+    assert told["compiles"] == tiny_llm().report.num_programs
     assert told["peak_rss_mib"] > 10
     assert told["num_pages"] == 129
 

@@ -149,7 +149,7 @@ def test_the_pools_are_written_in_place(dtype: Any) -> None:
     assert all(array.is_deleted() for array in jax.tree.leaves(cache))
     assert [array.unsafe_buffer_pointer() for array in jax.tree.leaves(after)] == before
     for width, each in programs(dtype).items():
-        memory = each.scatter.memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
+        memory = each.scatter.compiled.memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
         assert memory.alias_size_in_bytes >= after.nbytes
         assert memory.temp_size_in_bytes <= 1.1 * width * pool.page_bytes + 4096  # of what it moves
 

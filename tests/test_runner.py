@@ -100,15 +100,15 @@ def test_no_kind_of_step_compiles_after_warm_up() -> None:
 
 def test_warm_up_compiles_each_program_once(runner: ModelRunner) -> None:
     config = tiny_llm().engine.scheduler.config
-    # A sampler, copy, row update; gather and scatter of two widths.
-    assert len(runner.programs.log) == len(config.buckets) + 1 + 2 + 4
+    # Pools, rows; a sampler, copy, row update; gather and scatter of two widths.
+    assert len(runner.programs.log) == 2 + len(config.buckets) + 1 + 2 + 4
 
 
 def test_a_step_before_warm_up_is_an_error() -> None:
     plan = recorded_plans()[0]
     config = tiny_llm().engine.scheduler.config
     cold = ModelRunner(contract.flatten(TinyLM()), config, cache_dtype=F32)
-    assert len(cold.programs.log) == 0
+    assert [it.name for it in cold.programs.log] == ["page pool of a layer", "sampler's rows"]
     with pytest.raises(KeyError):
         cold.run(replace(plan, copies=(), row_updates=()))
     with pytest.raises(RuntimeError, match="`warm_up` must be called before `run`"):

@@ -14,7 +14,7 @@ import pytest
 
 from pagedjax import LLM, CapacityError, ConfigError, device, startup, throughput
 from pagedjax.device import DeviceMemory
-from pagedjax.programs import ProgramSet
+from pagedjax.programs import CompiledProgram
 from pagedjax.startup import StartupReport
 from tests.helpers import ByteTokenizer, TinyLM
 from tests.tiny_engine import HOST_PAGES, tiny_llm
@@ -254,7 +254,11 @@ REPORT = StartupReport(
     max_num_batched_tokens=512,
     max_concurrency=4.0,
     buckets=(2, 4, 8, 16),
-    num_compiled=7,
+    programs=(
+        CompiledProgram("step of 16 tokens", 2.25, is_kept=False),
+        CompiledProgram("decoding 2 tokens", 3.0, is_kept=True),
+        CompiledProgram("page copies", 0.25, is_kept=False),
+    ),
     compile_seconds=3.0,
     total_seconds=5.5,
 )
@@ -267,10 +271,18 @@ def test_the_report_says_what_was_decided() -> None:
         "in float32, 1,048,576 bytes a page",
         "KV cache size: 16,000 tokens. Maximum concurrency for 4,000 tokens per request: 4.00x",
         "Attention: xla (asked for). Steps of at most 8 sequences and 512 tokens",
-        "Compiled 7 programs for steps of [2, 4, 8, 16] tokens in 3.0 s "
-        "(with what the compilation cache held)",
+        "Programs for steps of [2, 4, 8, 16] tokens: 2 compiled, 1 kept from earlier starts, "
+        "in 3.0 s",
         "Start-up took 5.5 s",
     ]
+    assert REPORT.program_lines() == [
+        "  decoding 2 tokens: kept from an earlier start, 3.0 s",
+        "  step of 16 tokens: compiled, 2.2 s",
+        "  page copies: compiled, 0.2 s",
+    ]
+    told = REPORT.to_dict()
+    assert (told["num_programs"], told["num_compiled"]) == (3, 2)
+    assert told["programs"][1] == {"name": "decoding 2 tokens", "seconds": 3.0, "is_kept": True}
     swapping = dataclasses.replace(REPORT, num_host_pages=512).lines()
     assert swapping[1].endswith("1,048,576 bytes a page, 512 more in 0.50 GiB of swap space")
 
@@ -294,7 +306,9 @@ def test_the_report_of_an_engine_is_true() -> None:
     assert report.max_concurrency == 4.0
     assert report.buckets == (2, 8, 32)
     assert report.num_host_pages == HOST_PAGES
-    assert report.num_compiled == 3 + 1 + 2 + 4  # forward passes, samplers, updates, moves
+    assert (
+        report.num_programs == 2 + 3 + 1 + 2 + 4
+    )  # pools, forward passes, sampler, updates, moves
     assert report.dtype == "float32"
     assert 0 < report.compile_seconds <= report.total_seconds
 
@@ -302,16 +316,15 @@ def test_the_report_of_an_engine_is_true() -> None:
 def test_start_up_logs_its_report_and_shows_progress(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[tuple[int, int]] = []
+    calls: list[tuple[str, int, int]] = []
 
     class Runner:
         def __init__(self, flat: Any, config: Any, **_: Any) -> None:
             self.kv_cache = jnp.zeros((8,))
-            self.programs = ProgramSet()
 
         def warm_up(self, progress: Any) -> None:
             for done in (1, 2):
-                progress(done, 2)
+                progress(CompiledProgram(f"program {done}", 1.0, is_kept=False), done, 2)
 
     monkeypatch.setattr(startup, "ModelRunner", Runner)
     from pagedjax.config import EngineConfig
@@ -322,57 +335,12 @@ def test_start_up_logs_its_report_and_shows_progress(
             ByteTokenizer(),
             EngineConfig(),
             startup.ModelFacts(name="Tiny", max_model_len=256, load_seconds=2.0),
-            lambda done, total: calls.append((done, total)),
+            lambda program, done, total: calls.append((program.name, done, total)),
         )
-    assert calls == [(1, 2), (2, 2)]
+    assert calls == [("program 1", 1, 2), ("program 2", 2, 2)]
     assert [record.message for record in caplog.records] == report.lines()
     assert report.total_seconds > 2.0
     assert report.attention.startswith("xla (the portable one; device is a ")
-
-
-# ------------------------------------------------------------------------- the compilation cache
-
-
-def test_compiled_steps_are_kept_where_the_environment_says(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    monkeypatch.setenv("PAGEDJAX_CACHE_DIR", str(tmp_path / "a/b"))
-    before = jax.config.jax_compilation_cache_dir
-    try:
-        jax.config.update("jax_compilation_cache_dir", None)
-        startup.keep_compiled_steps()
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "a/b")
-        assert (tmp_path / "a/b").stat().st_mode & 0o777 == 0o700
-        monkeypatch.setenv("PAGEDJAX_CACHE_DIR", str(tmp_path / "other"))
-        startup.keep_compiled_steps()  # what the user set stays
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "a/b")
-        assert not (tmp_path / "other").exists()
-        jax.config.update("jax_compilation_cache_dir", None)
-        monkeypatch.setenv("PAGEDJAX_CACHE_DIR", "")
-        startup.keep_compiled_steps()
-        assert jax.config.jax_compilation_cache_dir is None
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
-
-
-def test_a_cache_folder_that_cannot_be_used_is_only_a_warning(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("PAGEDJAX_CACHE_DIR", str(tmp_path / "file/folder"))
-    before = jax.config.jax_compilation_cache_dir
-    try:
-        jax.config.update("jax_compilation_cache_dir", None)
-        startup.keep_compiled_steps()
-        assert jax.config.jax_compilation_cache_dir is None
-        assert "not keeping compiled steps" in caplog.text
-        monkeypatch.setenv("PAGEDJAX_CACHE_DIR", str(tmp_path))
-        monkeypatch.setattr(startup.os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-        startup.keep_compiled_steps()
-        assert jax.config.jax_compilation_cache_dir is None
-        assert "belongs to another user" in caplog.text
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
 
 
 # ------------------------------------------------------------------------------- the periodic line

@@ -39,6 +39,8 @@ class FlatModel:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    # All that `merge` adds to the leaves, as a text; None: not known, it is a user's own model.
+    identity: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -46,13 +48,14 @@ class FlatModel:
         return sum(_num_bytes(leaf) for leaf in self.leaves)
 
 
-def flatten(model: Any, *, is_abstract: bool = False) -> FlatModel:
+def flatten(model: Any, *, is_abstract: bool = False, identity: str | None = None) -> FlatModel:
     """Takes a model apart.
 
     Args:
       model: with its parameters.
       is_abstract: they are only shapes and dtypes, as `nnx.eval_shape` makes them; such a model
         can be sized and traced, not run.
+      identity: see `FlatModel`.
 
     Raises:
       ConfigError: it has no parameters, or a size is missing or no positive integer.
@@ -77,7 +80,8 @@ def flatten(model: Any, *, is_abstract: bool = False) -> FlatModel:
             f"arrays (its parameters). Got {type(model).__name__} with "
             f"{sorted({type(leaf).__name__ for leaf in leaves}) or 'no leaves'}."
         )
-    return FlatModel(tuple(leaves), merge, _main_dtype(leaves), **sizes)
+    dtype = _main_dtype(leaves)
+    return FlatModel(tuple(leaves), merge, dtype, **sizes, identity=identity)
 
 
 def check(model: FlatModel, cache_dtype: jnp.dtype) -> None:

@@ -53,6 +53,12 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def identity(self) -> str:
+        """What the module is, beside its weights, as a text that is the same at each load."""
+        kind = type(self.model)
+        return f"{kind.__module__}.{kind.__qualname__} {self.dtype} {self.config!r}"
+
 
 def load_model(
     path: str | Path,
