@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedjax import host_pool, sampling
-from pagedjax import kv_cache as kv_caches
+from pagedjax import host_pool, sampling, state_programs
 from pagedjax.attention import Batch
 from pagedjax.config import SchedulerConfig
 from pagedjax.host_pool import HostPool, MovePrograms
@@ -138,10 +137,14 @@ class ModelRunner:
         self._copy: Callable[[KVCache, Any], KVCache] | None = None
         self._set_row: Callable[..., Any] | None = None
         fresh = self.programs.compile({
-            "layer": _layer_program(model, config, cache_dtype, head_dim or model.head_dim),
-            "rows": _state_program(config.max_num_seqs, model.vocab_size),
+            "layer": state_programs.layer_program(
+                model, config, cache_dtype, head_dim or model.head_dim
+            ),
+            "rows": state_programs.state_program(config.max_num_seqs, model.vocab_size),
         })  # fmt: skip
-        self._new_cache = functools.partial(_new_cache, fresh["layer"], model.num_layers)
+        self._new_cache = functools.partial(
+            state_programs.new_cache, fresh["layer"], model.num_layers
+        )
         self._new_sampler: Callable[[], sampling.SamplerState] = fresh["rows"]
         self.kv_cache = self._new_cache()
         self._sampler = self._new_sampler()
@@ -173,17 +176,17 @@ class ModelRunner:
         move_widths = host.widths if self._config.num_host_pages else ()
         implementation = self._static["implementation"]
         # The largest first: several threads then end at about the same time.
-        compiled = self.programs.compile(
-            {("forward", bucket): self._forward_program(bucket) for bucket in reversed(buckets)}
-            | {("sampler", width): _sampler_program(self._sampler, self.model.vocab_size, width)
-               for width in widths}
-            | {("copy", 0): _copy_program(self.kv_cache, self._config, implementation),
-               ("row", 0): _row_program(self._sampler, self.model.vocab_size)}
-            | host_pool.move_programs(move_widths, self.kv_cache, implementation),
-            progress,
-            first=[("forward", smallest), ("sampler", _sampler_width(self._config, smallest)),
-                   ("copy", 0), ("row", 0)],
-        )  # fmt: skip
+        pools, rows, vocab_size = self.kv_cache, self._sampler, self.model.vocab_size
+        programs = {
+            **{("forward", bucket): self._forward_program(bucket) for bucket in reversed(buckets)},
+            **{("sampler", width): _sampler_program(rows, vocab_size, width) for width in widths},
+            ("copy", 0): state_programs.copy_program(pools, self._config, implementation),
+            ("row", 0): state_programs.row_program(rows, vocab_size),
+            **host_pool.move_programs(move_widths, pools, implementation),
+        }
+        sampler = ("sampler", _sampler_width(self._config, smallest))
+        first = [("forward", smallest), sampler, ("copy", 0), ("row", 0)]
+        compiled = self.programs.compile(programs, progress, first=first)
         self._forwards = {bucket: compiled["forward", bucket] for bucket in buckets}
         self._samplers = {width: compiled["sampler", width] for width in widths}
         self._copy, self._set_row = compiled["copy", 0], compiled["row", 0]
@@ -293,7 +296,7 @@ class ModelRunner:
     def _run_copies(self, copies: tuple[PageCopy, ...]) -> None:
         if self._copy is None:
             raise RuntimeError("`warm_up` must be called before `run`.")
-        width = _copy_width(self._config)
+        width = state_programs.copy_width(self._config)
         for start in range(0, len(copies), width):
             pairs = np.zeros((2, width), np.int32)
             pairs[1] = self._config.num_pages + np.arange(width)  # past the end: dropped
@@ -312,8 +315,8 @@ class ModelRunner:
         if self._config.num_host_pages:
             self.kv_cache = self.host_pool.rehearse(self.kv_cache)
         if self._copy is not None and self._set_row is not None:
-            self.kv_cache = self._copy(self.kv_cache, _no_copies(self._config))
-            row = _empty_row(self.model.vocab_size)
+            self.kv_cache = self._copy(self.kv_cache, state_programs.no_copies(self._config))
+            row = state_programs.empty_row(self.model.vocab_size)
             self._sampler = self._set_row(self._sampler, np.int32(0), *row)
         smallest = self._config.mixed_buckets[0]
         for bucket in self._config.buckets:
@@ -339,47 +342,10 @@ class ModelRunner:
             self._seconds_per_token.add((time.perf_counter() - started) / num_tokens)
 
 
-def _copy_width(config: SchedulerConfig) -> int:
-    return min(config.max_num_seqs, 32)  # a step with more copies runs several batches
-
-
 def _sampler_width(config: SchedulerConfig, bucket: int) -> int:
     """Rows that the sampler of this bucket has: padded, so that few samplers compile."""
     small = min(_SMALL_SAMPLER, config.max_rows)
     return small if config.rows_in(bucket) <= small else config.max_rows
-
-
-def _layer_program(
-    model: FlatModel, config: SchedulerConfig, dtype: jnp.dtype, head_dim: int
-) -> Program:
-    """Makes the pool of one layer; all layers at once would be one array, copied."""
-    sizes = {
-        "num_layers": 1,
-        "num_pages": config.num_pages,
-        "num_kv_heads": model.num_kv_heads,
-        "page_size": config.page_size,
-        "head_dim": head_dim,
-        "dtype": jnp.dtype(dtype),
-    }
-    make = functools.partial(kv_caches.init_kv_cache, **sizes)
-    return Program(
-        name="page pool of a layer",
-        function=make,
-        holds=repr(sizes),
-        arguments=(),
-        result=jax.eval_shape(make),
-    )
-
-
-def _state_program(max_num_seqs: int, vocab_size: int) -> Program:
-    make = functools.partial(sampling.init_state, max_num_seqs, vocab_size)
-    return Program(
-        name="sampler's rows",
-        function=make,
-        holds=f"{max_num_seqs} {vocab_size}",
-        arguments=(),
-        result=jax.eval_shape(make),
-    )
 
 
 def _sampler_program(state: sampling.SamplerState, vocab_size: int, width: int) -> Program:
@@ -395,37 +361,6 @@ def _sampler_program(state: sampling.SamplerState, vocab_size: int, width: int) 
     )
 
 
-def _copy_program(kv_cache: KVCache, config: SchedulerConfig, implementation: Any) -> Program:
-    return Program(
-        name="page copies",
-        function=functools.partial(_copy_pages, implementation),
-        holds=f"{implementation}",
-        arguments=(abstract(kv_cache), _no_copies(config)),
-        result=abstract(kv_cache),
-        donated=(0,),
-    )
-
-
-def _row_program(state: sampling.SamplerState, vocab_size: int) -> Program:
-    return Program(
-        name="row update",
-        function=sampling.set_row,
-        holds="",
-        arguments=(abstract(state), np.int32(0), *_empty_row(vocab_size)),
-        result=abstract(state),
-        donated=(0,),
-    )
-
-
-def _no_copies(config: SchedulerConfig) -> np.ndarray:
-    """i32[2, width]; every destination is past the end."""
-    return np.full((2, _copy_width(config)), config.num_pages, np.int32)
-
-
-def _empty_row(vocab_size: int) -> tuple[Any, ...]:
-    return sampling.densify(RowUpdate(0, {}, None, {}, frozenset()), vocab_size)
-
-
 def _is_alive(tree: Any) -> bool:
     """False when an array was donated to a call that failed, or is what such a call left."""
     try:
@@ -439,10 +374,6 @@ def _delete(tree: Any) -> None:
     for array in jax.tree.leaves(tree):
         if not array.is_deleted():
             array.delete()
-
-
-def _new_cache(new_layer: Callable[[], KVCache], num_layers: int) -> KVCache:
-    return kv_caches.joined([new_layer() for _ in range(num_layers)])
 
 
 def _forward(
@@ -504,11 +435,6 @@ def _neutral_row(config: SchedulerConfig) -> np.ndarray:
         "repetition_penalty": int(np.float32(1.0).view(np.int32)),
     }
     return np.array([*values.values(), 0, 0], np.int32)
-
-
-def _copy_pages(implementation: str | None, kv_cache: KVCache, pairs: jax.Array) -> KVCache:
-    """**DONATES** the cache. pairs: i32[2, n], sources and destinations."""
-    return kv_caches.copy(kv_cache, pairs[0], pairs[1], implementation=implementation)
 
 
 def _pack_result(sampled: sampling.Sampled) -> jax.Array:
