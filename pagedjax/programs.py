@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.monitoring
 from jax.experimental import serialize_executable
 
 from pagedjax import program_key
@@ -35,7 +34,6 @@ from pagedjax.program_store import Entry, ProgramStore
 logger = logging.getLogger("pagedjax")
 
 MAX_THREADS = 8  # XLA compiles one program mostly on one thread, and needs memory for each
-_JAX_HIT = "/jax/compilation_cache/cache_hits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,38 +210,33 @@ class ProgramSet:
         self, program: Program, lowered: jax.stages.Lowered
     ) -> tuple[CompiledProgram, jax.stages.Compiled]:
         if self._store is None:
-            return self._compile_now(program, lowered)[:2]
+            return self._compile_now(program, lowered)
         known = program.known()
         key = self._key(program, known or lowered.as_text())
         if key is None:
-            return self._compile_now(program, lowered)[:2]
+            return self._compile_now(program, lowered)
         entry = None if known else self._store.read(key)  # `_find` has looked for the others
         compiled = None if entry is None else self._read(program, key, entry)
         if entry is not None and compiled is not None:
             return self._note(program, entry.seconds, is_kept=True), compiled
-        record, compiled, can_keep = self._compile_now(program, lowered)
-        payload = _serialize(compiled) if can_keep else None
+        record, compiled = self._compile_now(program, lowered)
+        payload = None if _jax_keeps() else _serialize(compiled)
         if payload is not None:
             self._store.write(key, Entry(program.name, record.seconds, payload))
         return record, compiled
 
     def _compile_now(
         self, program: Program, lowered: jax.stages.Lowered
-    ) -> tuple[CompiledProgram, jax.stages.Compiled, bool]:
-        """Compiles; also returns whether the result can be kept.
-
-        What XLA's CPU client has read from JAX's own cache, it does not write whole again.
-        """
+    ) -> tuple[CompiledProgram, jax.stages.Compiled]:
         started = time.perf_counter()
-        with _jax_hits() as hits:
-            compiled = lowered.compile()
+        compiled = lowered.compile()
         if compiled.out_tree != jax.tree.structure(program.result):
             raise IntegrityError(
                 f"`result` of the program {program.name!r} has another structure than what it "
                 "returns. This is a bug in pagedjax: please report it."
             )
         seconds = time.perf_counter() - started
-        return self._note(program, seconds, is_kept=bool(hits)), compiled, not hits
+        return self._note(program, seconds, is_kept=False), compiled
 
     def _note(self, program: Program, seconds: float, *, is_kept: bool) -> CompiledProgram:
         record = CompiledProgram(program.name, seconds, is_kept)
@@ -280,6 +273,15 @@ def _read_all(handles: list[Handle], before: threading.Thread | None) -> None:
             logger.debug("a program could not be read", exc_info=True)
 
 
+def _jax_keeps() -> bool:
+    """True when JAX keeps what it compiles by itself, as its user has told it to.
+
+    What XLA's CPU client has read from JAX's cache, it does not write whole again: run from a
+    second file, it lacks functions. So nothing is kept twice.
+    """
+    return bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
+
+
 def _serialize(compiled: jax.stages.Compiled) -> bytes | None:
     """None, where this device's compiler cannot."""
     try:
@@ -312,23 +314,3 @@ def _pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _jax_hits() -> Iterator[list[str]]:
-    """Gains an entry when JAX meanwhile reads a program from its own cache in this thread.
-
-    JAX tells of it in the thread that compiles, and has no other way to tell.
-    """
-    hits: list[str] = []
-    thread = threading.get_ident()
-
-    def listen(event: str, **_: Any) -> None:
-        if event == _JAX_HIT and threading.get_ident() == thread:
-            hits.append(event)
-
-    jax.monitoring.register_event_listener(listen)
-    try:
-        yield hits
-    finally:
-        jax.monitoring.unregister_event_listener(listen)

@@ -176,37 +176,15 @@ def test_what_cannot_be_written_is_not_kept(
     assert not kept(tmp_path)
 
 
-def test_what_jax_has_read_from_its_own_cache_is_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_jax_keeps_in_its_own_cache_is_not_kept_twice(tmp_path: Path) -> None:
     """Written a second time, an executable of the CPU client lacks some of its functions."""
-
-    @contextmanager
-    def hit() -> Iterator[list[str]]:
-        yield ["hit"]
-
-    monkeypatch.setattr(programs_module, "_jax_hits", hit)
-    found = ProgramSet(ProgramStore(tmp_path))
-    found.compile({0: program()})
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    compilation_cache.reset_cache()
+    run(ProgramSet(ProgramStore(tmp_path)).compile({0: program()})[0])
     assert not kept(tmp_path)
-    assert found.log[0].is_kept
-
-
-def test_hits_of_jaxs_cache_are_those_of_this_thread() -> None:
-    def elsewhere() -> None:
-        jax.monitoring.record_event(programs_module._JAX_HIT)
-
-    with programs_module._jax_hits() as hits:
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        assert not hits
-        jax.monitoring.record_event("/another/event")
-        assert not hits
-        jax.monitoring.record_event(programs_module._JAX_HIT)
-        assert len(hits) == 1
-    jax.monitoring.record_event(programs_module._JAX_HIT)
-    assert len(hits) == 1
+    jax.config.update("jax_compilation_cache_dir", None)
+    run(ProgramSet(ProgramStore(tmp_path)).compile({0: program()})[0])
+    assert len(kept(tmp_path)) == 1
 
 
 def test_only_what_is_first_is_read_at_once(
