@@ -9,13 +9,14 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from .installed import must_have
+
 _BLOCK = 32  # positions of a page; its default of 256 is meant for a GPU
 
 
 def find() -> None:
     """Raises `ImportError` where it, or what it computes with, is not installed."""
-    if not importlib.import_module("transformers.utils").is_torch_available():
-        raise ImportError("transformers is installed, but not PyTorch")
+    must_have("transformers", "torch")
 
 
 def load(settings: dict[str, Any]) -> HFPeer:

@@ -10,13 +10,15 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from .installed import must_have
+
 _BLOCK = 32  # positions of a page on a CPU
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 def find() -> None:
     """Raises `ImportError` where it is not installed."""
-    importlib.import_module("openvino_genai")
+    must_have("openvino_genai")
 
 
 def load(settings: dict[str, Any]) -> OpenVINOPeer:

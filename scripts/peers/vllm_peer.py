@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .installed import must_have
+
 _BLOCK = 128  # positions of a page: its default on a CPU
 
 
 def find() -> None:
     """Raises `ImportError` where it is not installed."""
-    importlib.import_module("vllm")
+    must_have("vllm")
 
 
 def load(settings: dict[str, Any]) -> VLLMPeer:
