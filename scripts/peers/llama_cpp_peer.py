@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .orphans import die_with_parent
+from . import orphans
 
 _SERVER = "llama-server"
 
@@ -76,7 +76,7 @@ class LlamaCppPeer:
         flags = ["--kv-unified", "--cont-batching"]
         command = [server, "--model", model, "--host", "127.0.0.1", "--port", str(self._port)]
         self._server = subprocess.Popen(
-            [*command, *words, *flags], stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
+            [sys.executable, orphans.__file__, *command, *words, *flags], stdin=subprocess.DEVNULL
         )
         self._came: queue.Queue[tuple[int, list[int], bool] | Exception] = queue.Queue()
         self._wait_until_ready()
