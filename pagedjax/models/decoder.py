@@ -213,7 +213,10 @@ class Decoder(nnx.Module):
         Returns:
           hidden [num_tokens, embed_dim] after the last norm, and the cache.
         """
-        cos, sin = ropes.rotation(self.config.rope, self.head_dim, positions)
+        # Behind a barrier, or XLA computes sines and cosines anew in every layer.
+        cos, sin = jax.lax.optimization_barrier(
+            ropes.rotation(self.config.rope, self.head_dim, positions)
+        )
         x = self.embedding(tokens)
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):

@@ -95,10 +95,15 @@ def rotation(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns x [num_tokens, num_heads, head_dim], first half against second half, in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    """Turns x [num_tokens, num_heads, head_dim], first half against second half, in float32.
+
+    Written over an axis of the two halves, which one loop can run through: put together from the
+    turned halves, it takes XLA five on a CPU.
+    """
+    halves = x.astype(jnp.float32).reshape(*x.shape[:2], 2, -1)
+    signed_sin = jnp.stack([-sin, sin], axis=2)  # f32[num_tokens, 1, 2, head_dim / 2]
+    turned = halves * cos[:, :, None] + jnp.flip(halves, axis=2) * signed_sin
+    return turned.reshape(x.shape).astype(x.dtype)
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
