@@ -3,7 +3,7 @@
 Blockwise online softmax over groups of query rows, in two classes that share one inner loop:
 
   decode   sequences with one query row, `_DECODE_ROWS` of similar length at a time
-  prefill  sequences with more, in tiles of `_PREFILL_ROWS` rows of one sequence
+  prefill  sequences with more, in tiles of `_PREFILL_ROWS` rows of one, `_PREFILL_TILES` at a time
 
 A class without work runs no iteration, and a group loops over just the blocks that it sees: neither
 a wide page table nor an idle class costs anything, and temporaries do not grow with the context.
@@ -18,7 +18,7 @@ Knows nothing of validation: `pallas_kernels.paged_attention` has done it.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -26,11 +26,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.merge import add_sinks
+from pallas_kernels.platform import traced_platform
 
 _DECODE_ROWS = 16  # sequences that decode together
 _PREFILL_ROWS = 64  # query rows of a tile
+_PREFILL_TILES = 4  # that are computed together
 _INVARIANT_ROWS = 8  # query rows of a tile; few, because a sequence that decodes fills just one
 _BLOCK = 64  # kv positions of a block
+_DECODE_BLOCK = 128  # of sequences that decode: fewer, longer rounds of the loop
 
 # out f32[..., num_q_heads, head_dim] and lse f32[..., num_q_heads] of query rows.
 type _Rows = tuple[jax.Array, jax.Array]
@@ -50,17 +53,19 @@ class _Context:
     scale: float
     sliding_window: int | None
     soft_cap: float | None
+    dtype: Any  # of both sides of the products, bfloat16 or float32
+    block: int = _BLOCK  # kv positions
 
     @property
     def part(self) -> int:
         """Positions that are gathered as one: a page, or a block of a page that is larger."""
-        return min(_BLOCK, self.kv_pages.shape[3])
+        return min(self.block, self.kv_pages.shape[3])
 
 
 class _Block(NamedTuple):
     """Keys and values of one block; scales are None if the pool is not quantised."""
 
-    k: jax.Array  # f32[seqs, num_kv_heads, block, head_dim]
+    k: jax.Array  # [seqs, num_kv_heads, block, head_dim] in the dtype of the products
     v: jax.Array
     k_scales: jax.Array | None  # f32[seqs, num_kv_heads, block]
     v_scales: jax.Array | None
@@ -122,11 +127,12 @@ def paged_attention_xla(
         q.shape[2] ** -0.5 if scale is None else scale,
         sliding_window,
         soft_cap,
+        _product_dtype(q, kv_pages, kv_scales),
     )
     starts = cu_q_lens[:-1]
     live = jnp.arange(kv_lens.shape[0], dtype=jnp.int32) < num_seqs
     q_lens = jnp.where(live, cu_q_lens[1:] - starts, 0)
-    queries = q.astype(jnp.float32) * context.scale
+    queries = q.astype(context.dtype)
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, kv_pages.shape[4] - q.shape[2])))
     if batch_invariant:
         out, lse = _invariant(context, queries, starts, q_lens, kv_lens)
@@ -148,6 +154,7 @@ def _decode(
     kv_lens: jax.Array,  # i32[max_seqs]; 0 where a sequence does not decode
 ) -> _Rows:
     """out and lse of sequences with one query row; zeros and -inf in all other rows."""
+    context = replace(context, block=_DECODE_BLOCK)
     num_tokens, num_q_heads, head_dim = q.shape
     width = min(_DECODE_ROWS, kv_lens.shape[0])
     padding = (0, -kv_lens.shape[0] % width)
@@ -171,8 +178,8 @@ def _decode(
         )
         return out, lse
 
-    lse = jnp.full(queries.shape[:-1], -jnp.inf, jnp.float32)
-    out, lse = _attend_groups(context, work, read, write, (jnp.zeros_like(queries), lse))
+    rows = _unseen_rows(queries)
+    out, lse = _attend_groups(context, work, read, write, rows)
     # Back from sorted sequences to tokens, by gathering: scatters are slow on CPUs.
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     owns = (tokens == starts[order][None]) & (lens > 0)[None]  # bool[num_tokens, sequences]
@@ -192,11 +199,13 @@ def _prefill(
     kv_lens: jax.Array,  # i32[max_seqs]
     rows: _Rows,
 ) -> _Rows:
-    """`rows` with those of sequences that have several query rows, computed a tile at a time."""
+    """`rows` with those of sequences that have several query rows, some tiles at a time."""
     num_tokens, height = q.shape[0], min(_PREFILL_ROWS, q.shape[0])
     tiles = (q_lens + height - 1) // height
     ends = jnp.cumsum(tiles)
-    tile = jnp.arange(num_tokens // height + q_lens.shape[0], dtype=jnp.int32)
+    most_tiles = num_tokens // height + q_lens.shape[0]
+    width = min(_PREFILL_TILES, most_tiles)
+    tile = jnp.arange(most_tiles + -most_tiles % width, dtype=jnp.int32)
     seqs = jnp.sum(ends[None] <= tile[:, None], axis=1, dtype=jnp.int32)
     seqs = jnp.minimum(seqs, q_lens.shape[0] - 1)
     first = starts[seqs] + (tile - ends[seqs] + tiles[seqs]) * height
@@ -206,14 +215,20 @@ def _prefill(
     tokens = top[:, None] + jnp.arange(height, dtype=jnp.int32)[None]
     mine = (tokens >= first[:, None]) & (tokens < last[:, None])
     q_pos = jnp.where(mine, tokens + (kv_lens[seqs] - last)[:, None], -1)
-    work = _Work(seqs[:, None], q_pos[:, None], ends[-1])
+    count = (ends[-1] + width - 1) // width
+    work = _Work(seqs.reshape(-1, width), q_pos.reshape(-1, width, height), count)
 
-    def read(i: jax.Array) -> jax.Array:
-        return lax.dynamic_slice_in_dim(q, top[i], height)[None]
+    def read(g: jax.Array) -> jax.Array:
+        at = lax.dynamic_slice_in_dim(tokens, g * width, width)
+        return jnp.take(q, at, axis=0, mode="clip")
 
-    def write(i: jax.Array, rows: _Rows, new: _Rows) -> _Rows:
-        out = _put_rows(rows[0], new[0][0], top[i], mine[i][:, None, None])
-        return out, _put_rows(rows[1], new[1][0], top[i], mine[i][:, None])
+    def write(g: jax.Array, rows: _Rows, new: _Rows) -> _Rows:
+        out, lse = rows
+        for i in range(width):  # one after the other: tiles may overlap where rows are not theirs
+            at, own = top[g * width + i], mine[g * width + i]
+            out = _put_rows(out, new[0][i], at, own[:, None, None])
+            lse = _put_rows(lse, new[1][i], at, own[:, None])
+        return out, lse
 
     return _attend_groups(context, work, read, write, rows)
 
@@ -250,7 +265,7 @@ def _invariant(
         out = _put_rows(rows[0], new[0][0], at, mine[i][:, None, None])
         return out, _put_rows(rows[1], new[1][0], at, mine[i][:, None])
 
-    rows = jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
+    rows = _unseen_rows(q)
     out, lse = _attend_groups(context, work, read, write, rows)
     return out[height:-height], lse[height:-height]
 
@@ -269,16 +284,17 @@ def _attend_groups(
     rows: _Rows,
 ) -> _Rows:
     """`rows` with those of every group written."""
+    size = context.block
     low = work.seen_from(context.sliding_window)
     start, end = low.min(axis=2), work.q_pos.max(axis=2) + 1  # seen by any row of a sequence
-    first = start.min(axis=1) // _BLOCK
-    last = (end.max(axis=1) + _BLOCK - 1) // _BLOCK
+    first = start.min(axis=1) // size
+    last = (end.max(axis=1) + size - 1) // size
 
     def run(g: jax.Array, rows: _Rows) -> _Rows:
         def step(j: jax.Array, state: _State) -> _State:
-            kv_pos = j * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
+            kv_pos = j * size + jnp.arange(size, dtype=jnp.int32)
             block = _gather_block(context, work.seqs[g], j, kv_pos, start[g], end[g])
-            scores = _dot(q, block.k, contract=3)
+            scores = _dot(q, block.k, contract=3) * context.scale
             if block.k_scales is not None:
                 scores = scores * block.k_scales[:, :, None, None]
             scores = _adjust(context, scores, work.q_pos[g], kv_pos)
@@ -303,11 +319,13 @@ def _gather_block(
 ) -> _Block:
     """Block j of sequences; unseen V, and its scales, are zero."""
     num_pages, _, num_kv_heads, page_size, head_dim = context.kv_pages.shape
-    parts, per_page = _BLOCK // context.part, page_size // context.part
+    parts, per_page = context.block // context.part, page_size // context.part
     index = j * parts + jnp.arange(parts, dtype=jnp.int32)  # of parts, from position 0 on
     columns = jnp.minimum(index // per_page, context.page_table.shape[1] - 1)
     ids = context.page_table[seqs[:, None], columns[None]]
-    ids = jnp.clip(ids, 0, num_pages - 1)  # past the length: garbage, but inside the pool
+    # Past the length: garbage, but inside the pool; one page for all, which stays in the cache.
+    is_used = columns[None] * page_size < end[:, None]
+    ids = jnp.where(is_used, jnp.clip(ids, 0, num_pages - 1), 0)
     seen = (kv_pos[None] >= start[:, None]) & (kv_pos[None] < end[:, None])  # [seqs, block]
     pool = context.kv_pages
     if pool.dtype == jnp.float8_e4m3fn:
@@ -315,10 +333,11 @@ def _gather_block(
         pool, ids = lax.optimization_barrier((pool, ids))
     gather = functools.partial(_gather_parts, ids=ids, index=index % per_page, part=context.part)
     # Keys that are not seen need no zeros: `_attend_groups` replaces their scores.
-    k, v = gather(pool, 0), gather(pool, 1)
+    k, v = gather(pool, 0).astype(context.dtype), gather(pool, 1).astype(context.dtype)
     by_part = seen.reshape(*ids.shape, context.part)
-    v = jnp.where(jnp.repeat(by_part, head_dim, axis=2)[:, None], v, 0.0)
-    shape = (seqs.shape[0], num_kv_heads, _BLOCK, head_dim)
+    v = jnp.where(jnp.repeat(by_part, head_dim, axis=2)[:, None], v, jnp.zeros((), v.dtype))
+    k, v = lax.optimization_barrier((k, v))
+    shape = (seqs.shape[0], num_kv_heads, context.block, head_dim)
     k, v = k.reshape(shape), v.reshape(shape)
     if context.kv_scales is None:
         return _Block(k, v, None, None)
@@ -334,7 +353,7 @@ def _gather_parts(
     index: jax.Array,  # i32[n], the part of its page
     part: int,  # positions
 ) -> jax.Array:
-    """f32[seqs, num_kv_heads, n, part * ...]: equal parts of pages.
+    """[seqs, num_kv_heads, n, part * ...]: equal parts of pages.
 
     A head's part of a page is contiguous. As one long last axis XLA copies it by vectors; as two
     short ones it unrolls the loop into single elements.
@@ -343,15 +362,12 @@ def _gather_parts(
     dtype = pool.dtype
     if dtype == jnp.float8_e4m3fn:  # as bytes: XLA would widen all of the pool in order to gather
         pool = lax.bitcast_convert_type(pool, jnp.uint8)
-    if page_size == part:
-        slabs = pool.reshape(num_pages, 2, num_kv_heads, -1)
-        found = slabs.at[ids, kv].get(mode="promise_in_bounds")
-    else:
-        slabs = pool.reshape(num_pages, 2, num_kv_heads, page_size // part, -1)
-        found = slabs.at[ids, kv, :, index[None]].get(mode="promise_in_bounds")
-    if dtype == jnp.float8_e4m3fn:
-        found = lax.bitcast_convert_type(found, dtype)
-    return found.swapaxes(1, 2).astype(jnp.float32)
+    per_page = page_size // part
+    heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
+    rows = ((ids[:, None] * 2 + kv) * num_kv_heads + heads) * per_page + index[None, None]
+    slabs = pool.reshape(num_pages * 2 * num_kv_heads * per_page, -1)
+    found = slabs.at[rows].get(mode="promise_in_bounds")
+    return lax.bitcast_convert_type(found, dtype) if dtype == jnp.float8_e4m3fn else found
 
 
 def _adjust(
@@ -384,6 +400,11 @@ def _by_q_head(array: jax.Array) -> jax.Array:
     return array.reshape(seqs, rows, num_kv_heads * group, *array.shape[4:])
 
 
+def _unseen_rows(q: jax.Array) -> _Rows:
+    """Zeros and -inf for queries [..., head_dim]."""
+    return jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)
+
+
 def _empty_state(q: jax.Array) -> _State:
     rows = jnp.zeros(q.shape[:-1], jnp.float32)
     return jnp.zeros(q.shape, jnp.float32), rows - jnp.inf, rows
@@ -403,7 +424,20 @@ def _online_softmax(
     total = total * shrink + weights.sum(axis=-1)
     if block.v_scales is not None:
         weights = weights * block.v_scales[:, :, None, None]
-    return acc * shrink[..., None] + _dot(weights, block.v, contract=2), new_peak, total
+    return acc * shrink[..., None] + _weighted(weights, block.v), new_peak, total
+
+
+def _weighted(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """Sum of v by weights f32[seqs, num_kv_heads, group, rows, block], in float32."""
+    if v.dtype == jnp.float32 or weights.shape[3] > 1:
+        return _dot(weights, v.astype(jnp.float32), contract=2)
+    # One row of weights: this is cheaper than to widen v. As the sum of two narrow numbers a weight
+    # keeps 16 of its bits; v has 8.
+    high = weights.astype(v.dtype)
+    low = (weights - high.astype(jnp.float32)).astype(v.dtype)
+    both = _dot(jnp.concatenate([high, low], axis=2), v, contract=2)
+    high, low = jnp.split(both, 2, axis=2)
+    return high + low
 
 
 def _finish(state: _State) -> _Rows:
@@ -418,4 +452,11 @@ def _dot(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
     """a's last axis with axis `contract` of b, both led by [seqs, num_kv_heads]; float32."""
     # HIGHEST: accelerators would otherwise round float32 operands to a faster format.
     dims = (((4,), (contract,)), ((0, 1), (0, 1)))
-    return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST)
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _product_dtype(q: jax.Array, kv_pages: jax.Array, kv_scales: jax.Array | None) -> Any:
+    """bfloat16 where that is exact and a CPU computes it: half the bytes to move. Else float32."""
+    is_narrow = q.dtype == kv_pages.dtype == jnp.bfloat16 and kv_scales is None
+    return jnp.bfloat16 if is_narrow and traced_platform() == "cpu" else jnp.float32
