@@ -40,7 +40,7 @@ QUANTIZATIONS = {"none": None, "int8": "int8", "float8": "float8_e4m3fn", "fp8":
 ALIASES = {"gpu_memory_utilization": "memory_utilization", "block_size": "page_size"}
 MAX_PAGE_SIZE = 256
 SMALLEST_MIXED_BUCKET = 64  # smaller prompts are padded: a compilation costs more than that
-SMALLEST_BUCKET = 2  # XLA's CPU product of one bfloat16 row is many times slower than of two
+FEW_SEQUENCES = 8  # one sequence has a decode bucket of its own; two to so many share the next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,25 +221,26 @@ class SchedulerConfig:
     @property
     def max_rows(self) -> int:
         """Sequences, and sampling rows, that the largest step has room for."""
-        return max(SMALLEST_BUCKET, self.max_num_seqs)
+        return self.max_num_seqs
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:
-        """Token counts of steps in which each sequence runs one token: 2, 8, 32, ...
+        """Token counts of steps in which each sequence runs one token: 1, 8, 32, ...
 
-        Reading the weights is most of such a step's time, so padding costs it little. None where
-        all steps must be one program.
+        Reading the weights is most of such a step's time, so padding costs it little; only one row
+        alone is a cheaper kind of product. None where all steps must be one program.
         """
         if self.batch_invariant:
             return ()
-        return growing(SMALLEST_BUCKET, self.max_rows, factor=4)
+        few = min(FEW_SEQUENCES, self.max_rows)
+        return tuple(sorted({1, *growing(few, self.max_rows, factor=4)}))
 
     @property
     def mixed_buckets(self) -> tuple[int, ...]:
         """Token counts of steps with prompts in them; all are larger than a decode bucket."""
         if self.batch_invariant:
             return (max(self.max_rows, self.max_num_batched_tokens),)
-        smallest = min(SMALLEST_MIXED_BUCKET, max(SMALLEST_BUCKET, self.max_num_batched_tokens))
+        smallest = min(SMALLEST_MIXED_BUCKET, self.max_num_batched_tokens)
         while smallest <= self.max_rows:
             smallest *= 2
         return growing(smallest, self.max_num_batched_tokens, factor=2)

@@ -120,12 +120,12 @@ def test_one_request_must_fit_the_pool_or_the_message_says_what_would() -> None:
 @pytest.mark.parametrize(
     ("max_num_seqs", "max_num_batched_tokens", "decode", "mixed"),
     [
-        (1, 1, (2,), (4,)),
-        (1, 512, (2,), (64, 128, 256, 512)),
-        (6, 40, (2, 6), (40,)),
-        (8, 32, (2, 8), (32,)),
-        (16, 16, (2, 8, 16), (32,)),
-        (32, 512, (2, 8, 32), (64, 128, 256, 512)),
+        (1, 1, (1,), (2,)),
+        (1, 512, (1,), (64, 128, 256, 512)),
+        (6, 40, (1, 6), (40,)),
+        (8, 32, (1, 8), (32,)),
+        (16, 16, (1, 8, 16), (32,)),
+        (32, 512, (1, 8, 32), (64, 128, 256, 512)),
     ],
 )
 def test_buckets_grow_by_powers_up_to_the_ends(

@@ -188,7 +188,7 @@ def test_machines_read_json(model: str, capsys: pytest.CaptureFixture[str]) -> N
     told = json.loads(capsys.readouterr().out)
     assert (told["num_pages"], told["num_tokens"], told["max_model_len"]) == (20, 19 * 16, 64)
     assert (told["length"], told["requests_of_length"], told["max_concurrency"]) == (33, 6, 4.75)
-    assert told["buckets"] == [2, 8, 32, 64, 128, 256, 512]
+    assert told["buckets"] == [1, 8, 32, 64, 128, 256, 512]
     report = set(startup.StartupReport.__dataclass_fields__)
     only_started = {"load_seconds", "compile_seconds", "total_seconds", "programs"}
     assert report - only_started <= told.keys()

@@ -171,7 +171,7 @@ def test_no_forward_pass_holds_a_second_pool() -> None:
     runner = ModelRunner(contract.flatten(TinyLM()), config, cache_dtype=F32)
     one_pool = runner.kv_cache.kv_pages[0].nbytes  # a layer's
     assert one_pool == 8001 * 2 * 2 * 4 * 8 * 4
-    assert config.buckets == (2, 16)
+    assert config.buckets == (1, 2, 16)
     for bucket in config.buckets:
         memory = runner.lower_forward(bucket).compile().memory_analysis()
         assert memory is not None

@@ -304,7 +304,7 @@ def test_the_report_of_an_engine_is_true() -> None:
     assert report.pool_bytes == 129 * PAGE_BYTES
     assert report.weights_bytes == sum(leaf.nbytes for leaf in runner.model.leaves)  # pyright: ignore[reportAttributeAccessIssue]
     assert report.max_concurrency == 4.0
-    assert report.buckets == (2, 8, 32)
+    assert report.buckets == (1, 8, 32)
     assert report.num_host_pages == HOST_PAGES
     assert (
         report.num_programs == 2 + 3 + 1 + 2 + 4

@@ -14,7 +14,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.platform import traced_platform
 from pallas_kernels.quantize import quantize
+
+# Measured on a CPU: see `_is_better_on_the_right`.
+_FEW_ROWS = 64
+_NARROW_TILE = 16
+_WIDE = 16  # times as many outputs as inputs
+_FEW_ROWS_WIDE = 8
 
 _INIT = nnx.initializers.normal(0.02)  # what GPT-2 and the Llama family start training from
 
@@ -30,10 +37,56 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
         # Not before x is known: XLA would widen the weights of all layers first, and keep them.
         x, weight = jax.lax.optimization_barrier((x, weight))
         weight = weight.astype(x.dtype)  # exact
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    contract_last = (((1,), (1,)), ((), ()))
+    if traced_platform() != "cpu":
+        return _dot(x, weight)
+    if x.shape[0] == 1:
+        return _one_row(x, weight)
+    if _is_better_on_the_right(x, weight):
+        # Behind a barrier, or XLA turns it back.
+        return jax.lax.optimization_barrier(_dot(weight, x)).T
+    return _dot(x, weight)
+
+
+def _is_better_on_the_right(x: jax.Array, weight: jax.Array) -> bool:
+    """Whether XLA's product on a CPU is faster as that of the weight with x.
+
+    It repacks what is on the right, and the weight is larger than a few rows of x. bfloat16 is
+    computed in tiles of 16 columns, which fewer rows would waste. What comes out is transposed:
+    free in the loop that reads it, but not where a wide output (logits) is used as it is.
+    """
+    num_rows, is_narrow = x.shape[0], x.dtype.itemsize < 4
+    if is_narrow and num_rows < _NARROW_TILE:
+        return False
+    is_wide = weight.shape[0] > _WIDE * weight.shape[1]
+    return num_rows <= (_FEW_ROWS_WIDE if is_wide else _FEW_ROWS)
+
+
+def _one_row(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`product` of one row on a CPU, where XLA is slow at it in any plain way.
+
+    A float32 one runs on one core unless there is a batch to share out. A narrower one has no
+    kernel at all (some ten times the time of two rows).
+    """
+    num_outputs, num_inputs = weight.shape
+    if x.dtype != jnp.float32:
+        return _dot(jnp.pad(x, ((0, 1), (0, 0))), weight)[:1]
+    if num_outputs % 2:
+        return _dot(x, weight)
+    halves = weight.reshape(2, num_outputs // 2, num_inputs)
+    pair = jnp.broadcast_to(x, (2, 1, num_inputs))
+    return _dot(pair, halves).reshape(1, num_outputs)
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The last axis of a with that of b, batched over what comes before two axes; float32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    last, batch = a.ndim - 1, tuple(range(a.ndim - 2))
     return jax.lax.dot_general(
-        x, weight, contract_last, precision=precision, preferred_element_type=jnp.float32
+        a,
+        b,
+        (((last,), (last,)), (batch, batch)),
+        precision=precision,
+        preferred_element_type=jnp.float32,
     )
 
 
