@@ -8,23 +8,20 @@ this line's alone. Knows nothing of files, progress or exit status.
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pagedjax.batch_job.answers import Answers
-from pagedjax.batch_job.ids import CustomIds, id_key, number_key
-from pagedjax.batch_job.lines import parse_json, split_line
+from pagedjax.batch_job.entry import Json, Line, answer_text, error_text, read_line
+from pagedjax.batch_job.ids import CustomIds
+from pagedjax.batch_job.lines import split_line
 from pagedjax.errors import RequestError
 from pagedjax.openai_api import (
-    ApiRequest,
-    error_body,
     failure_of,
     parse_body,
     response_body,
@@ -37,12 +34,7 @@ LINES_PER_REPORT = 1000  # of lines that were answered before, or cannot be
 CREATED = 0  # seconds since 1970 in every answer: the same job gives the same bytes, whenever
 INTERNAL_ERROR = "internal error while handling this line; the log has more"
 
-# Breaks a line for some reader, or cannot be written as UTF-8: then the line is written in ASCII.
-_UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-
 logger = logging.getLogger("pagedjax")
-
-type Json = dict[str, Any]
 
 
 class Engine(Protocol):
@@ -147,26 +139,6 @@ class Summary:
         )
 
 
-@dataclass(slots=True, eq=False)
-class Line:
-    """One request of the input, as far as it could be read."""
-
-    number: int  # 1-based, blank lines counted
-    custom_id: str | None = None
-    key: str = field(init=False)  # what ids and draws depend on: the custom_id, where there is one
-    request: ApiRequest | None = None
-    outputs: list[RequestOutput | None] = field(default_factory=list[RequestOutput | None])
-
-    def __post_init__(self) -> None:
-        """A line without an id is known by its number."""
-        self.key = number_key(self.number)
-
-    def identify(self, custom_id: str) -> None:
-        """Takes the id, on which the key depends from now on."""
-        self.custom_id = custom_id
-        self.key = id_key(custom_id)
-
-
 def run_batch(
     llm: Model,
     lines: Iterable[bytes],
@@ -234,12 +206,9 @@ def all_answered(lines: Iterable[bytes], answers: Answers) -> bool:
     """Whether earlier runs answered every line, so that no model is needed."""
     ids = CustomIds()
     for number, raw in enumerate(lines, 1):
-        raw = _without_mark(raw)
-        if raw.strip():
-            line = Line(number)
-            _identify(line, raw, ids)
-            if answers.expect(number, line.key):
-                return False
+        found = read_line(number, raw, ids)
+        if found is not None and answers.expect(number, found[0].key):
+            return False
     return True
 
 
@@ -279,14 +248,16 @@ class BatchJob:
 
     def accept(self, number: int, raw: bytes) -> None:
         """Takes a line of the input: puts it into the engine, or answers it with its error."""
-        raw = _without_mark(raw)
-        if not raw.strip():
+        found = read_line(number, raw, self._ids)
+        if found is None:
             self.summary.blank += 1
             return
-        line = Line(number)
-        document, trouble = _identify(line, raw, self._ids)
-        if not self._answers.expect(number, line.key):
-            return
+        line, document, trouble = found
+        if self._answers.expect(number, line.key):
+            self.begin(line, document, trouble)
+
+    def begin(self, line: Line, document: Json, trouble: Exception | None = None) -> None:
+        """Puts a line whose identity is known into the engine, or answers it with its error."""
         with self._boundary(line):
             if trouble is not None:
                 raise trouble
@@ -393,7 +364,7 @@ class BatchJob:
             tokenizer=self._llm.tokenizer,
         )
         del body["usage"]["prompt_tokens_details"]  # a run that was interrupted finds other pages
-        self._answer(line, 200, body, None)
+        self._ready.append((line.number, answer_text(line, 200, body, None)))
         self.summary.answered += 1
         self.summary.prompt_tokens += body["usage"]["prompt_tokens"]
         self.summary.output_tokens += body["usage"]["completion_tokens"]
@@ -406,10 +377,7 @@ class BatchJob:
             is_waiting = self._waiting.pop(request_id, None) is not None
             if self._forget(request_id) and not is_waiting:
                 self._llm.engine.abort(request_id)
-        kind = "invalid_request_error" if status == 400 else "server_error"
-        body = error_body(message, param=param, code=code, kind=kind)
-        error = {"code": code, "message": f"line {line.number}: {message}"}
-        self._answer(line, status, body, error)
+        self._ready.append((line.number, error_text(line, status, message, code, param)))
         self.summary.failed += 1
 
     def _forget(self, request_id: str) -> bool:
@@ -420,39 +388,6 @@ class BatchJob:
         assert request is not None
         self._num_sequences -= request.params.num_sequences
         return True
-
-    def _answer(self, line: Line, status: int, body: Json, error: Json | None) -> None:
-        """Makes the output line."""
-        response = {"status_code": status, "request_id": f"req_{line.key}", "body": body}
-        text = _dump({
-            "id": f"batch_req_{line.key}",
-            "custom_id": line.custom_id,
-            "response": response,
-            "error": error,
-        })  # fmt: skip
-        self._ready.append((line.number, text))
-
-
-def _without_mark(raw: bytes) -> bytes:
-    """Without the byte order mark that some editors begin a file with."""
-    return raw.removeprefix(b"\xef\xbb\xbf")
-
-
-def _identify(line: Line, raw: bytes, ids: CustomIds) -> tuple[Json, Exception | None]:
-    """The document, and what stops this line already; its key is known in any case."""
-    try:
-        document = parse_json(raw)
-        line.identify(ids.take(line.number, document))
-        return document, None
-    except Exception as error:
-        return {}, error
-
-
-def _dump(document: Json) -> str:
-    text = json.dumps(document, ensure_ascii=False, allow_nan=False)
-    if _UNSAFE.search(text):
-        text = json.dumps(document, allow_nan=False)
-    return text + "\n"
 
 
 def _label(line: Line, request_id: str) -> str | None:
