@@ -22,6 +22,8 @@ JOB_OPTIONS = (
     "overwrite",
     "page_map",
     "rate",
+    "ray",
+    "ray_workers",
     "request_timeout",
     "stats",
 )
@@ -120,6 +122,7 @@ def parser() -> Parser:
     )
     _add_output(made)
     _add_job(made)
+    _add_ray(made)
     _add_engine(made)
     return made
 
@@ -198,6 +201,39 @@ def _add_job(made: Parser) -> None:
         action="store_true",
         help="draw the page pool while it works, on a terminal: # held (a colour for each "
         "request), 2-9 + shared by so many, o cached, . free",
+    )
+
+
+def _add_ray(made: Parser) -> None:
+    group = made.add_argument_group(
+        "many machines",
+        "The same job through Ray Data (pip install 'pagedjax[ray]'), with one engine in each "
+        "worker; every option below holds for each of them.",
+    )
+    group.add_argument(
+        "--ray",
+        nargs="?",
+        const="",
+        type=ray_address,
+        metavar="ADDRESS",
+        help="answer on a Ray cluster: auto or HOST:PORT joins the one that this machine belongs "
+        "to; without ADDRESS one is started here. M must be there on every machine",
+    )
+    group.add_argument(
+        "--ray-workers",
+        type=int,
+        metavar="N",
+        help="engines (default: one for each GPU or TPU chip of the cluster, or for each host "
+        "where there are none)",
+    )
+
+
+def ray_address(text: str) -> str:
+    """What --ray takes; the name of a file behind it is INPUT."""
+    if text in ("", "auto") or ":" in text:
+        return text
+    raise argparse.ArgumentTypeError(
+        f"ADDRESS must be auto or HOST:PORT. Got {text}: put --ray behind INPUT"
     )
 
 

@@ -7,17 +7,23 @@ computes an answer, here or on another machine, writes the same bytes.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from pagedjax.batch_job.ids import CustomIds, id_key, number_key
 from pagedjax.batch_job.lines import parse_json
+from pagedjax.errors import RequestError
 from pagedjax.openai_api import ApiRequest, error_body
 from pagedjax.request import RequestOutput
 
+INTERNAL_ERROR = "internal error while handling this line; the log has more"
+
 # Breaks a line for some reader, or cannot be written as UTF-8: then the line is written in ASCII.
 _UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+logger = logging.getLogger("pagedjax")
 
 type Json = dict[str, Any]
 
@@ -40,6 +46,15 @@ class Line:
         """Takes the id, on which the key depends from now on."""
         self.custom_id = custom_id
         self.key = id_key(custom_id)
+
+
+class Counts(Protocol):
+    """What answers are counted in."""
+
+    answered: int
+    failed: int
+    prompt_tokens: int
+    output_tokens: int
 
 
 def without_mark(raw: bytes) -> bytes:
@@ -80,6 +95,25 @@ def error_text(line: Line, status: int, message: str, code: str, param: str | No
     body = error_body(message, param=param, code=code, kind=kind)
     error = {"code": code, "message": f"line {line.number}: {message}"}
     return answer_text(line, status, body, error)
+
+
+def failure_text(line: Line, error: Exception) -> str:
+    """The output line of a request that could not even be read."""
+    if isinstance(error, RequestError):
+        return error_text(line, 400, str(error), error.code, error.param)
+    logger.error("line %d failed", line.number, exc_info=error)
+    return error_text(line, 500, INTERNAL_ERROR, "internal_error")
+
+
+def count_answer(counts: Counts, document: Json) -> None:
+    """Counts an output line, parsed."""
+    if document.get("error") is not None:
+        counts.failed += 1
+        return
+    usage = document["response"]["body"].get("usage", {})
+    counts.answered += 1
+    counts.prompt_tokens += usage.get("prompt_tokens", 0)
+    counts.output_tokens += usage.get("completion_tokens", 0)
 
 
 def _dump(document: Json) -> str:

@@ -7,3 +7,7 @@ class CannotStart(Exception):
 
 class InputChanged(Exception):
     """The input was written while it was read: nobody knows which lines were answered."""
+
+
+class EnginesLost(Exception):
+    """No worker of a cluster is left, or the cluster is gone; the text says how that showed."""

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pagedjax.batch_job.answers import Answers
-from pagedjax.batch_job.entry import Json, Line, answer_text, error_text, read_line
+from pagedjax.batch_job.entry import (
+    INTERNAL_ERROR,
+    Json,
+    Line,
+    answer_text,
+    error_text,
+    read_line,
+)
 from pagedjax.batch_job.ids import CustomIds
 from pagedjax.batch_job.lines import split_line
 from pagedjax.errors import RequestError
@@ -32,7 +39,6 @@ from pagedjax.tokenizer import Tokenizer
 DEFAULT_IN_FLIGHT = 1024  # sequences in the engine at once
 LINES_PER_REPORT = 1000  # of lines that were answered before, or cannot be
 CREATED = 0  # seconds since 1970 in every answer: the same job gives the same bytes, whenever
-INTERNAL_ERROR = "internal error while handling this line; the log has more"
 
 logger = logging.getLogger("pagedjax")
 

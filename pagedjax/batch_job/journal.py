@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.batch_job import files
+from pagedjax.batch_job.entry import count_answer
 from pagedjax.batch_job.errors import InputChanged
 from pagedjax.errors import IntegrityError
 
@@ -53,7 +54,7 @@ def recover(path: Path) -> Recovered:
             key, document = entry
             found.places[key] = found.num_bytes
             found.num_bytes += len(line)
-            _count(found, document)
+            count_answer(found, document)
         found.num_cut = os.fstat(file.fileno()).st_size - found.num_bytes
     return found
 
@@ -195,13 +196,3 @@ def _entry(line: bytes) -> tuple[bytes, dict[str, Any]] | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return bytes.fromhex(start[1].decode("ascii")), document
-
-
-def _count(found: Recovered, document: dict[str, Any]) -> None:
-    if document.get("error") is not None:
-        found.failed += 1
-        return
-    usage = document["response"]["body"].get("usage", {})
-    found.answered += 1
-    found.prompt_tokens += usage.get("prompt_tokens", 0)
-    found.output_tokens += usage.get("completion_tokens", 0)

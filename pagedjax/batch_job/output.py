@@ -68,7 +68,7 @@ class StreamOutput:
         except OSError as error:
             if self._is_stdout:
                 # Python would try again to write, and complain, when it closes the stream.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
             message = f"cannot write to {self.name}: {error.strerror}"
             raise OSError(error.errno or errno.EIO, message) from error
 

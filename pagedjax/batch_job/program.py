@@ -19,9 +19,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pagedjax.batch_job import loading, manifest
+from pagedjax.batch_job import loading, manifest, on_ray
 from pagedjax.batch_job.answers import Answers
-from pagedjax.batch_job.errors import CannotStart, InputChanged
+from pagedjax.batch_job.errors import CannotStart, EnginesLost, InputChanged
 from pagedjax.batch_job.job import Summary, all_answered, run_batch
 from pagedjax.batch_job.meter import duration
 from pagedjax.batch_job.output import (
@@ -50,7 +50,7 @@ logger = logging.getLogger("pagedjax")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """How a job runs; nothing here changes an answer, but for `request_timeout`.
+    """How and where a job runs; nothing here changes an answer, but for `request_timeout`.
 
     Attributes:
       request_timeout: see `run_batch`.
@@ -63,6 +63,9 @@ class JobOptions:
       rate: output tokens a second, for the estimate of time.
       stats: name of a file that gets figures as JSON lines.
       page_map: draw the page pool, on a terminal.
+      ray: address of a Ray cluster whose machines answer the lines; "": one is started here; None:
+        this process answers them.
+      ray_workers: engines there; None: one for each accelerator, or for each host without any.
     """
 
     request_timeout: float | None = None
@@ -74,6 +77,8 @@ class JobOptions:
     rate: float | None = None
     stats: str | None = None
     page_map: bool = False
+    ray: str | None = None
+    ray_workers: int | None = None
 
     def __post_init__(self) -> None:
         """Raises `CannotStart` for what makes no sense."""
@@ -90,6 +95,11 @@ class JobOptions:
             raise CannotStart(
                 f"--on-bad-line must be error-record or abort. Got {self.on_bad_line}."
             )
+        if self.ray_workers is not None and (self.ray is None or self.ray_workers < 1):
+            got = "it without --ray" if self.ray is None else self.ray_workers
+            raise CannotStart(f"--ray-workers must be at least 1, beside --ray. Got {got}.")
+        if self.ray is not None and self.page_map:
+            raise CannotStart("--page-map must be used without --ray: it draws one engine's pool.")
 
 
 def main(
@@ -149,6 +159,8 @@ class Program:
             self.how.stats,
             *([] if output_path is None else files_of(output_path)),
         ]
+        if self.how.ray is not None and self._config.event_log is not None:
+            raise CannotStart("--event-log must be used without --ray: it is one engine's log.")
         _check_event_log(self._config.event_log, others)
         if self.how.check:
             return self._check(source, output_path)
@@ -180,6 +192,11 @@ class Program:
 
     def _to_stream(self, source: Source, output: StreamOutput) -> int:
         """Answers once, with nothing to continue from."""
+        if self.how.ray is not None and source.path is None:
+            raise CannotStart(
+                "--ray needs an input that others can read: give a file, or --output, which keeps "
+                "a copy of what comes through a pipe."
+            )
         num_lines = None
         if source.is_regular:
             num_lines = source.measure()["lines"]
@@ -187,7 +204,7 @@ class Program:
                 say(f"{source.name} is empty: nothing to answer")
                 return OK
             self.report_bad(check_lines(source.lines()))
-        llm = self.load()
+        llm = self.load(source)
         answers = output.answers(ordered=self.how.ordered)
         summary = Summary()
         try:
@@ -196,6 +213,10 @@ class Program:
             summary.interrupted = True
         except OSError as error:
             say(f"error: {error.strerror or error}; the answers so far are in {output.name}")
+            return BROKEN_OFF
+        except (EnginesLost, InputChanged) as error:
+            why = str(error) or f"the input {source.name} was written while it was read"
+            say(f"error: {why}; the answers so far are in {output.name}")
             return BROKEN_OFF
         except Exception as error:
             return self.engine_failed(error, f"the answers so far are in {output.name}")
@@ -207,7 +228,7 @@ class Program:
 
     def _to_file(self, source: Source, output: FileOutput) -> int:
         """Answers what earlier runs did not."""
-        if not source.is_regular:
+        if not source.is_regular or (self.how.ray is not None and source.path is None):
             source = output.keep_pipe(source, self._stack)
         job = manifest.Manifest(
             input=source.measure(),
@@ -238,8 +259,10 @@ class Program:
         if found.num_bad:
             say(f"{found.num_bad} bad lines will be error lines")
 
-    def load(self) -> Any:
-        """The model, ready."""
+    def load(self, source: Source) -> Any:
+        """The model, ready; or a fleet of engines that have it."""
+        if self.how.ray is not None:
+            return self._start_fleet(self.how.ray, source)
         say(f"loading {self._model}; the first time here, compiling takes a while")
         return loading.load(self._model, self._options)
 
@@ -247,6 +270,9 @@ class Program:
         self, llm: Any, source: Source, answers: Answers, num_lines: int | None, summary: Summary
     ) -> None:
         """Runs the job; counts in `summary`, which begins with what earlier runs did."""
+        if self.how.ray is not None:
+            self._answer_on_fleet(llm, source, answers, num_lines, summary)
+            return
         max_in_flight = self.how.max_inflight or QUEUE_DEPTH * llm.report.max_num_seqs
         with Progress(
             llm.engine.scheduler,
@@ -262,6 +288,44 @@ class Program:
                 answers,
                 max_in_flight=max_in_flight,
                 request_timeout=self.how.request_timeout,
+                before=summary,
+                on_progress=progress,
+                should_stop=lambda: self._signals.is_pending,
+            )
+            progress.finish(summary)
+
+    def _start_fleet(self, address: str, source: Source) -> on_ray.Fleet:
+        assert source.path is not None, "`run` saw to it"
+        say("starting Ray" if address == on_ray.LOCAL else f"joining the Ray cluster at {address}")
+        identity = loading.identify(self._model)["identity"]
+        cluster = on_ray.connect(address, self.how.ray_workers, self._stack)
+        slots = self._config.max_num_seqs or (256 if cluster.on_accelerator else 32)
+        plan = on_ray.WorkerPlan(
+            model=self._model,
+            options=dict(self._options),
+            identity=identity,
+            request_timeout=self.how.request_timeout,
+            in_flight=self.how.max_inflight or QUEUE_DEPTH * slots,
+        )
+        fleet = on_ray.Fleet(cluster, plan, source.path, say)
+        say(
+            f"loading {self._model} in {cluster.num_workers} workers; the first time on a machine, "
+            "compiling takes a while"
+        )
+        fleet.start()
+        return fleet
+
+    def _answer_on_fleet(
+        self, fleet: Any, source: Source, answers: Answers, num_lines: int | None, summary: Summary
+    ) -> None:
+        with Progress(
+            fleet.counters, num_lines, num_before=summary.num_before, stats=self._stats
+        ) as progress:
+            self._signals.defer()
+            on_ray.run_on_fleet(
+                fleet,
+                source,
+                answers,
                 before=summary,
                 on_progress=progress,
                 should_stop=lambda: self._signals.is_pending,
@@ -292,12 +356,12 @@ class _FileJob:
             is_done = len(found.places) == output.num_answers and all_answered(
                 self._source.lines(), journal
             )
-            llm = None if is_done else program.load()
+            llm = None if is_done else program.load(self._source)
         else:
             found = check_lines(self._source.lines())
             program.report_bad(found)
             answers = found.requests + found.num_bad
-            llm = program.load() if answers else None
+            llm = program.load(self._source) if answers else None
             journal = output.begin(replace(job, input={**job.input, "answers": answers}))
         try:
             return self._finish(llm, journal, summary, job.input["lines"])
@@ -320,6 +384,10 @@ class _FileJob:
             summary.interrupted = True
         except OSError as error:
             say(f"error: cannot write {output.path}: {error.strerror or error}. {self._then()}")
+            return RESUMABLE
+        except EnginesLost as error:
+            output.interrupted(summary)
+            say(f"error: {error}. {self._then()}")
             return RESUMABLE
         except InputChanged:
             # It is another input now, and `stage` will say so; or it was only touched.

@@ -30,9 +30,15 @@ _GZIP_MAGIC = b"\x1f\x8b"
 class Source:
     """The lines of an input."""
 
-    def __init__(self, name: str, raw: BinaryIO) -> None:
-        """Takes an open file; `name` is for messages."""
+    def __init__(self, name: str, raw: BinaryIO, path: Path | None = None) -> None:
+        """Takes an open file.
+
+        Args:
+          name: for messages.
+          path: where others can open it once the job has begun; None: nowhere.
+        """
         self.name = name
+        self.path = path
         self._raw = raw
         self._stat = os.fstat(raw.fileno())
         buffered = raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(cast(Any, raw))
@@ -47,8 +53,12 @@ class Source:
     @property
     def has_changed(self) -> bool:
         """True when the file was written since it was opened."""
-        now = os.fstat(self._raw.fileno())
-        return (now.st_size, now.st_mtime_ns) != (self._stat.st_size, self._stat.st_mtime_ns)
+        return _stamp(os.fstat(self._raw.fileno())) != self.stamp
+
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """What differs when the file was written: its size and time when it was opened."""
+        return _stamp(self._stat)
 
     def measure(self) -> dict[str, Any]:
         """`sha256`, `bytes` and `lines` of all that it holds; raises `CannotStart`."""
@@ -84,6 +94,10 @@ class Source:
             raise CannotStart(f"cannot read the input {self.name}: {what or error}") from error
 
 
+def _stamp(found: os.stat_result) -> tuple[int, int]:
+    return found.st_size, found.st_mtime_ns
+
+
 def open_source(path: str, stack: ExitStack) -> Source:
     """Opens a file or, for "-", standard input; raises `CannotStart`."""
     if path == STDIN:
@@ -93,7 +107,7 @@ def open_source(path: str, stack: ExitStack) -> Source:
     try:
         if os.path.isdir(path):
             raise CannotStart(f"the input {path} must be a file of JSON lines. Got a directory.")
-        return Source(path, stack.enter_context(Path(path).open("rb")))
+        return Source(path, stack.enter_context(Path(path).open("rb")), Path(path))
     except OSError as error:
         raise CannotStart(f"cannot read the input {path}: {error.strerror}") from error
 
@@ -103,7 +117,7 @@ def spool(source: Source, path: Path, kept: Path, stack: ExitStack) -> Source:
 
     Args:
       path: of the copy, which is removed at the end unless it was renamed.
-      kept: of an earlier run.
+      kept: of an earlier run; the copy's name when a job begins.
     """
     stack.callback(files.remove, path)
     try:
@@ -114,6 +128,6 @@ def spool(source: Source, path: Path, kept: Path, stack: ExitStack) -> Source:
             os.fsync(file.fileno())
             is_empty = file.tell() == 0
         chosen = kept if is_empty and kept.exists() else path
-        return Source(source.name, stack.enter_context(chosen.open("rb")))
+        return Source(source.name, stack.enter_context(chosen.open("rb")), kept)
     except OSError as error:
         raise CannotStart(f"cannot keep the input in {path}: {error.strerror}") from error
