@@ -207,8 +207,8 @@ def _add_job(made: Parser) -> None:
 def _add_ray(made: Parser) -> None:
     group = made.add_argument_group(
         "many machines",
-        "The same job through Ray Data (pip install 'pagedjax[ray]'), with one engine in each "
-        "worker; every option below holds for each of them.",
+        "the same job through Ray Data (pip install 'pagedjax[ray]'); options of the engine and\n"
+        "--max-inflight hold for each worker's",
     )
     group.add_argument(
         "--ray",

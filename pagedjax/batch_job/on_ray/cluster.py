@@ -80,7 +80,7 @@ def connect(address: str, num_workers: int | None, stack: ExitStack) -> Cluster:
                 ray.init(address="local", **local, **quiet)
             else:
                 ray.init(address=address, **quiet)
-        return _offer(ray, num_workers)
+        return offer(ray, num_workers)
     except SystemExit:  # Ray's own answer to SIGTERM while it starts
         raise KeyboardInterrupt from None
     except CannotStart:
@@ -90,29 +90,30 @@ def connect(address: str, num_workers: int | None, stack: ExitStack) -> Cluster:
         raise CannotStart(f"cannot {what}: {' '.join(str(error).split())[:500]}") from error
 
 
-def _offer(ray: Any, num_workers: int | None) -> Cluster:
+def offer(ray: Any, num_workers: int | None) -> Cluster:
+    """What a cluster has room for; raises as `connect` does."""
     offered = ray.cluster_resources()
-    gpus, tpus = int(offered.get("GPU", 0)), int(offered.get("TPU", 0))
-    if gpus:
-        found, each, kind = gpus, {"num_gpus": 1}, "GPUs"
-    elif tpus:
-        found, each, kind = tpus, {"resources": {"TPU": 1}}, "TPU chips"
+    hosts = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    room = len(hosts)
+    if offered.get("GPU"):
+        room = most = int(offered["GPU"])
+        each, kind = {"num_gpus": 1}, "GPUs"
+    elif offered.get("TPU"):
+        room = most = int(offered["TPU"])
+        each, kind = {"resources": {"TPU": 1}}, "TPU chips"
     else:
-        hosts = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
-        cpus = int(sum(node["Resources"]["CPU"] for node in hosts))
-        found, each, kind = len(hosts), {"num_cpus": 1}, "CPUs"
-        if num_workers is not None and num_workers > cpus:
-            raise CannotStart(f"--ray-workers must be at most {cpus}, the cluster's CPUs. "
-                              f"Got {num_workers}.")  # fmt: skip
-    if not found:
+        most = int(sum(node["Resources"]["CPU"] for node in hosts))
+        each, kind = {"num_cpus": 1}, "CPUs"
+    if not most:
         raise CannotStart("the Ray cluster must offer a GPU, a TPU or a CPU. It has none.")
-    if kind != "CPUs" and num_workers is not None and num_workers > found:
-        raise CannotStart(f"--ray-workers must be at most {found}, the cluster's {kind}. "
-                          f"Got {num_workers}.")  # fmt: skip
+    if num_workers is not None and num_workers > most:
+        raise CannotStart(
+            f"--ray-workers must be at most {most}, the cluster's {kind}. Got {num_workers}."
+        )
     return Cluster(
         ray=ray,
         node_id=ray.get_runtime_context().get_node_id(),
-        num_workers=num_workers or found,
+        num_workers=num_workers or room,
         resources=each,
         on_accelerator=kind != "CPUs",
     )
