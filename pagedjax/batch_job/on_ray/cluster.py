@@ -86,8 +86,13 @@ def connect(address: str, num_workers: int | None, stack: ExitStack) -> Cluster:
     except CannotStart:
         raise
     except Exception as error:
-        what = "start Ray here" if address == LOCAL else f"join the Ray cluster at {address}"
-        raise CannotStart(f"cannot {what}: {' '.join(str(error).split())[:500]}") from error
+        why = " ".join(str(error).split())[:500]
+        if address == LOCAL:
+            raise CannotStart(f"cannot start Ray here: {why}") from error
+        raise CannotStart(
+            f"cannot join the Ray cluster at {address}: {why}. It must run, with this machine in "
+            "it; one that wants a token needs RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN here too."
+        ) from error
 
 
 def offer(ray: Any, num_workers: int | None) -> Cluster:
