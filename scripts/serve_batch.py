@@ -394,7 +394,8 @@ def main() -> int:
     source, output = options.pop("input"), options.pop("output", None)
     model = options.pop("model", "smollm2-135m-instruct")
     how = {name: options.pop(name) for name in JOB_OPTIONS if name in options}
-    return batch_job.main(source, output, model=model, options=options, **how)
+    run = batch_job.main if how.get("ray") is None else batch_job.guarded_main
+    return run(source, output, model=model, options=options, **how)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import queue
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pagedjax.batch_job import Summary, main, run_batch
@@ -32,6 +37,7 @@ from tests.batch_fakes import FakeEngine, FakeLLM
 
 type Row = dict[str, Any]
 
+ROOT = Path(__file__).resolve().parent.parent
 IN_FLIGHT = 4  # lines that die together
 
 
@@ -457,3 +463,57 @@ def test_more_engines_than_there_is_room_for(
 ) -> None:
     with pytest.raises(CannotStart, match=message):
         cluster.offer(FakeRay(**offered), asked)
+
+
+# -------------------------------------------------------------------------------------------- guard
+
+GUARDED = """
+import os, signal, sys, time
+from pagedjax.batch_job.on_ray import guarded
+def run():
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(75))
+    print("began", os.getpid(), flush=True)
+    {what}
+    return 3
+sys.exit(guarded(run, frozenset({{3, 75}}), 70, "gone by {{how}}"))
+"""
+
+
+def start_guarded(what: str) -> tuple[subprocess.Popen[str], int]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", GUARDED.format(what=what)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stdout is not None
+    return process, int(process.stdout.readline().split()[1])
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "said"),
+    [
+        ("pass", 3, ""),
+        ("os._exit(75)", 75, ""),
+        ("os._exit(1)", 70, "gone by exit status 1\n"),
+        ("os.kill(os.getpid(), 9)", 70, "gone by signal 9\n"),
+    ],
+)
+def test_a_job_that_ray_ends_is_told_from_one_that_ended(what: str, status: int, said: str) -> None:
+    process, _ = start_guarded(what)
+    assert process.communicate(timeout=60) == ("", said)
+    assert process.returncode == status
+
+
+def test_a_signal_reaches_the_job_through_its_guard() -> None:
+    process, child = start_guarded("time.sleep(60)")
+    assert os.getpgid(child) == child, "a terminal's Ctrl-C must not come twice"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 75
+
+
+def test_a_guard_that_is_killed_takes_the_job_with_it() -> None:
+    process, child = start_guarded("time.sleep(60)")
+    job = psutil.Process(child)
+    process.kill()
+    process.communicate(timeout=60)
+    assert psutil.wait_procs([job], timeout=60)[1] == []

@@ -234,6 +234,21 @@ def test_a_cluster_of_its_own_ends_with_the_job_which_goes_on_elsewhere(
     desk.check(out)
 
 
+@pytest.mark.slow
+def test_a_cluster_that_is_lost_ends_the_job_so_that_it_can_go_on(desk: Desk) -> None:
+    out = desk.folder / "lost.jsonl"
+    process = desk.start(out, "--max-inflight", 16, "--ray", "--ray-workers", WORKERS)
+    wait_for_answers(out, 100, process)
+    below = psutil.Process(process.pid).children(recursive=True)
+    (raylet,) = [child for child in below if child.name() == "raylet"]
+    raylet.kill()
+    assert process.wait(PATIENCE) == 75, log_of(out)
+    assert "the Ray cluster is gone" in log_of(out)
+    wait_until_gone(below)
+    assert desk.run(out) == 3
+    desk.check(out)
+
+
 # What a worker imports first: it dies of the line "fedcba", whatever else it has.
 POISON = """
 import os

@@ -4,6 +4,6 @@ Owns the names of the package. A line that fails, fails alone and with its numbe
 """
 
 from pagedjax.batch_job.job import Summary, run_batch
-from pagedjax.batch_job.program import main
+from pagedjax.batch_job.program import guarded_main, main
 
-__all__ = ["Summary", "main", "run_batch"]
+__all__ = ["Summary", "guarded_main", "main", "run_batch"]

@@ -44,6 +44,10 @@ from pagedjax.interrupts import DeferredInterrupt
 OK, NOT_STARTED, SOME_FAILED, BROKEN_OFF, RESUMABLE, INTERRUPTED = 0, 2, 3, 70, 75, 130
 QUEUE_DEPTH = 4  # x max_num_seqs in the engine: enough waiting ones that no slot is left empty
 STOPPING = b"\nserve_batch: stopping after this step; a second signal stops at once\n"
+_LOST = (
+    "serve_batch: error: the Ray cluster is gone, and Ray ended the process that ran the job "
+    "({how}). Answers that were written are kept; the same command continues an --output."
+)
 
 logger = logging.getLogger("pagedjax")
 
@@ -133,6 +137,16 @@ def main(
             return INTERRUPTED if is_stream(output_path) else RESUMABLE
         finally:
             signals.clear()
+
+
+def guarded_main(input_path: str, output_path: str | None, **how: Any) -> int:
+    """Does what `main` does, in a process of its own that Ray may end."""
+    return on_ray.guarded(
+        lambda: main(input_path, output_path, **how),
+        frozenset({OK, NOT_STARTED, SOME_FAILED, BROKEN_OFF, RESUMABLE, INTERRUPTED}),
+        BROKEN_OFF if is_stream(output_path) else RESUMABLE,
+        _LOST,
+    )
 
 
 class Program:

@@ -9,6 +9,7 @@ only answer lines. Ray is imported when a job asks for it, and by no module at i
 
 from pagedjax.batch_job.on_ray.cluster import LOCAL, connect
 from pagedjax.batch_job.on_ray.fleet import Fleet, WorkerPlan
+from pagedjax.batch_job.on_ray.guard import guarded
 from pagedjax.batch_job.on_ray.job import run_on_fleet
 
-__all__ = ["LOCAL", "Fleet", "WorkerPlan", "connect", "run_on_fleet"]
+__all__ = ["LOCAL", "Fleet", "WorkerPlan", "connect", "guarded", "run_on_fleet"]
