@@ -71,6 +71,8 @@ class EngineConfig:
         and whatever becomes of its pages. Every step is then padded to `max_num_batched_tokens`
         (default: `max_num_seqs`, at least 64), so that decoding costs what as many prompt tokens
         cost; not with `cascade_attention`.
+      async_scheduling: each step is launched before the last one was read, so that the device never
+        waits for the host. A sequence that turns out to have ended was run once more for nothing.
       swap_space: GiB of host memory for pages of preempted requests and evicted prefixes; 0: none.
       preemption_mode: what becomes of the pages of a request that gives way: "swap" moves them to
         `swap_space`, "recompute" drops them, "auto" does what is estimated to be faster. A swap
@@ -103,6 +105,7 @@ class EngineConfig:
     quantization: str = "none"
     cascade_attention: bool = False
     batch_invariant: bool = False
+    async_scheduling: bool = True
     swap_space: float = 0.0
     preemption_mode: PreemptionMode = "auto"
     victim_policy: VictimPolicy = "latest"
@@ -134,9 +137,9 @@ class EngineConfig:
                 f"`kv_cache_dtype` must be one of {', '.join(KV_CACHE_DTYPES)}. Got {cache!r}."
             )
         quantized_dtype(self.quantization)
-        for name in ("enable_prefix_caching", "cascade_attention", "batch_invariant"):
-            value: Any = getattr(self, name)
-            if not isinstance(value, bool):
+        for option in fields(self):
+            name, value = option.name, getattr(self, option.name)
+            if isinstance(option.default, bool) and not isinstance(value, bool):
                 raise ConfigError(f"`{name}` must be true or false. Got {value!r}.")
         if self.batch_invariant and self.cascade_attention:
             raise ConfigError(

@@ -184,6 +184,8 @@ class _StopMatcher:
     def push(self, new: str) -> str:
         if not self._stops:
             return new
+        if not self._held and all(stop[0] not in new for stop in self._stops):
+            return new  # nothing was matched, and nothing begins
         text = self._held + new
         for end, character in enumerate(new, start=len(self._held) + 1):
             self._advance(character)

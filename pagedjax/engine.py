@@ -41,6 +41,7 @@ class LLMEngine:
         eos_token_ids: frozenset[int] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
         rates: Callable[[], Rates] | None = None,
+        async_scheduling: bool = True,
     ) -> None:
         """Joins the halves.
 
@@ -50,6 +51,7 @@ class LLMEngine:
           eos_token_ids: tokens that end an answer unless `ignore_eos`.
           clock: seconds, never going back; ageing, deadlines and metrics read it.
           rates: what the runner measured; None: the scheduler keeps to its estimates.
+          async_scheduling: launch each step before the last one was read.
         """
         self.scheduler = scheduler
         self.runner = runner
@@ -59,7 +61,7 @@ class LLMEngine:
         self._live: dict[str, InFlight] = {}
         self._ended: list[RequestOutput] = []
         self._deadlines = Deadlines()
-        self._steps = GuardedSteps(scheduler, rates)
+        self._steps = GuardedSteps(scheduler, rates, depth=2 if async_scheduling else 1)
         self._log = ThroughputLog(logger)
 
     @property
@@ -117,7 +119,7 @@ class LLMEngine:
         self._deadlines.add(live)
 
     def step(self) -> list[RequestOutput]:
-        """Schedules and runs one step; returns the requests that ended, in order of ending.
+        """Launches a step and waits for the one before; returns what ended, in order of ending.
 
         Requests whose timeout is over end first, whether they wait or run. A step that fails is
         computed again, and a request that makes it fail ends with an error.
@@ -127,7 +129,8 @@ class LLMEngine:
             next call returns them.
         """
         self._end_late()
-        advanced = self._steps.run(self.runner)
+        # With nobody left, what is in flight is nobody's: the next step reads it.
+        advanced = self._steps.run(self.runner) if self._live else None
         if advanced is None:
             self._end_finished(self._live.values())
             if self._live and not self._ended:
@@ -233,12 +236,12 @@ class LLMEngine:
 
     def _advance(self, sequences: list[Sequence]) -> None:
         now = self._clock()
-        touched: dict[str, InFlight] = {}
+        ended: dict[str, InFlight] = {}
         for sequence in sequences:
-            live = self._live.get(sequence.request.request_id)
+            request_id = sequence.request.request_id
+            live = self._live.get(request_id)
             if live is None:
                 continue
-            touched[sequence.request.request_id] = live
             try:
                 stopped = live.read(sequence, now)
                 if stopped is not None:
@@ -247,7 +250,9 @@ class LLMEngine:
                 logger.exception("request %s failed", sequence.request.request_id)
                 live.error = INTERNAL_ERROR  # its sequences may have ended already
                 self.scheduler.fail(sequence, INTERNAL_ERROR)
-        self._end_finished(touched.values())
+            if sequence.is_finished:
+                ended[request_id] = live
+        self._end_finished(ended.values())
 
     def _end_late(self) -> None:
         late = self._deadlines.due(self._clock())

@@ -16,6 +16,9 @@ from pagedjax.request import MAX_LOGPROBS as MAX_LOGPROBS  # the width of the to
 from pagedjax.request import Sequence
 
 NO_TARGET = -1  # in `row_target`: draw a token; any other value asks for that token's logprob
+# In `tokens`, of a sequence whose last token the host does not know yet: FROM_SLOT - slot, the last
+# token that was drawn for that slot.
+FROM_SLOT = -1
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
@@ -63,6 +66,7 @@ class SamplingRows:
 
     token_index: I32  # i32[R], packed token position whose hidden state gives the row's logits
     slot: I32  # i32[R], slot whose adjustment row applies; max_num_seqs: none
+    token_slot: I32  # i32[R], slot whose last token the drawn one becomes; max_num_seqs: none
     counts: I32  # i32[R], 1 where the drawn token is added to the slot's output counts, else 0
     position: I32  # i32[R], index in its sequence of the token to draw (part of the random key)
     sample: I32  # i32[R], sample index within the request (part of the random key)
@@ -103,7 +107,7 @@ class StepPlan:
     """
 
     bucket: int
-    tokens: I32  # i32[T], packed token ids; padding 0
+    tokens: I32  # i32[T], packed token ids, or FROM_SLOT - slot; padding 0
     positions: I32  # i32[T], position of each token in its sequence; padding 0
     slot_mapping: I32  # i32[T], page * page_size + offset; padding >= num_pages * page_size
     page_table: I32  # i32[S, W], row i = i-th sequence of this step; tails hold anything

@@ -1,7 +1,11 @@
 """Steps that may raise: what failed is computed again, and who makes steps fail fails alone.
 
-Owns the order of one step (schedule, run, update) and what happens when it breaks off. Knows
+Owns the order of steps (schedule, launch, read, update) and what happens when one breaks off. Knows
 nothing of requests' texts or of what a device is; the runner says what it lost.
+
+**Ahead.** With a depth of two, step N + 1 is launched before step N is read, so that the device
+never waits for the host. Steps are read in order; whatever ends in N was run once more in N + 1 for
+nothing. Where the scheduler can not go on without N's result, N is read first.
 
 **A step that raises** is dropped and its sequences queue again. Its requests are suspects: they
 are tried again in halves, nobody else beside them, until one fails in a trial of its own. That one
@@ -19,7 +23,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from pagedjax.errors import DeviceError, PagedJaxError, TransferError
@@ -35,19 +42,28 @@ MAX_FAILED_ALONE = 8  # requests in a row; then it is not the requests
 MAX_RECOVERIES = 3  # tries to get a device to run an idle step
 MAX_TEXT = 300  # characters of a device's own message in ours
 
+type ReadResult = Callable[[], StepResult]
 type Lengths = dict[Sequence, int]  # a suspect's sequences -> tokens when the step failed
 
 
 class Runner(Protocol):
     """What a step needs of the device half."""
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Runs one step."""
+    def launch(self, plan: StepPlan) -> ReadResult:
+        """Starts one step; what it returns waits for the result, and is called once."""
         ...
 
     def recover(self) -> bool:
         """After a step that raised; True when pages or sampler rows lost what they held."""
         ...
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step that was planned, and neither read nor dropped."""
+
+    plan: StepPlan
+    read: ReadResult
 
 
 class Quarantine:
@@ -95,19 +111,33 @@ class Quarantine:
 class GuardedSteps:
     """Runs the scheduler's steps on a runner that may raise."""
 
-    def __init__(self, scheduler: Scheduler, rates: Callable[[], Rates] | None = None):
-        """Starts with a runner that is whole; `rates`: what the device's times are now."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        rates: Callable[[], Rates] | None = None,
+        *,
+        depth: int = 1,
+    ):
+        """Starts with a runner that is whole.
+
+        Args:
+          rates: what the device's times are now; None: nobody says.
+          depth: steps that may be in flight when one is waited for: with two the device goes on
+            while the host reads and schedules.
+        """
         self._scheduler = scheduler
         self._rates = rates
+        self._depth = depth
         self._num_steps = 0
         self._quarantine = Quarantine()
         self._failed_alone = 0  # since the last step that went well
-        self._pending: StepPlan | None = None  # begun and neither read nor dropped
+        self._flights = deque[_Flight]()  # oldest first
+        self._is_settled = True  # False: a call was interrupted
         self._is_whole = True  # False: the runner must recover before it is used again
         self._has_lost = False  # what requests had on the device is gone, and they were not told
 
     def run(self, runner: Runner) -> list[Sequence] | None:
-        """One step.
+        """Waits for one step, after the next one was launched.
 
         Returns:
           the sequences that got a token or ended; None when nothing can be scheduled.
@@ -115,32 +145,29 @@ class GuardedSteps:
         Raises:
           DeviceError: no step succeeds any more; every request was ended with an error.
         """
-        if self._pending is not None:
-            self._drop(self._pending)
-        if not self._scheduler.has_work:
-            return None
-        if not self._is_whole:
-            self._mend(runner)
-        self._tell_rates()
-        plan = self._schedule()
-        if plan is None:
-            return None
-        self._pending, self._is_whole = plan, False
-        try:
-            result = runner.run(plan)
-        except TransferError as error:
-            logger.warning("%s", error)
-            self._drop(plan, lost=error.host_pages, has_run=False)
-            return []
-        except Exception as error:
-            logger.warning("a step of %d requests failed", len(_ids(plan)), exc_info=True)
-            self._drop(plan)
-            return self._blame(plan, error)
-        self._is_whole = True
-        advanced = self._scheduler.update(plan, result)
-        self._pending = None
-        self._failed_alone = 0
+        if not self._is_settled:
+            self._drop_all()
+        self._is_settled = False
+        advanced = self._run(runner)
+        self._is_settled = True
         return advanced
+
+    def _run(self, runner: Runner) -> list[Sequence] | None:
+        is_idle = not self._flights
+        if is_idle and self._scheduler.has_work and not self._is_whole:
+            self._mend(runner)
+        while self._is_whole and self._has_room and (plan := self._schedule()) is not None:
+            is_idle = False
+            self._launch(runner, plan)
+        if self._flights:
+            return self._read()
+        return None if is_idle else []
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether one more step may be launched; suspects are tried one step at a time."""
+        self._quarantine.clear()
+        return len(self._flights) < (self._depth if self._quarantine.only is None else 1)
 
     def _tell_rates(self) -> None:
         """The scheduler weighs swaps against recomputation with what was measured."""
@@ -151,7 +178,9 @@ class GuardedSteps:
         self._num_steps += 1
 
     def _schedule(self) -> StepPlan | None:
-        self._quarantine.clear()
+        if not self._scheduler.has_work:
+            return None
+        self._tell_rates()
         while (only := self._quarantine.only) is not None:
             plan = self._scheduler.schedule(only)
             if plan is not None:
@@ -159,22 +188,53 @@ class GuardedSteps:
             self._quarantine.skip()
         return self._scheduler.schedule()
 
-    def _drop(
-        self, plan: StepPlan, *, lost: frozenset[int] = frozenset(), has_run: bool = True
-    ) -> None:
-        self._scheduler.drop(plan, lost=lost, has_run=has_run)
-        self._pending = None
+    def _launch(self, runner: Runner, plan: StepPlan) -> None:
+        """Puts a plan in flight. What it raises is kept until its turn comes to be read."""
+        flight = _Flight(plan, _not_launched)
+        self._flights.append(flight)
+        try:
+            flight.read = runner.launch(plan)
+        except TransferError as error:
+            logger.warning("%s", error)
+            self._is_whole = False
+            self._scheduler.drop(plan, lost=error.host_pages, has_run=False)
+            self._flights.pop()
+        except Exception as error:
+            self._is_whole = False
+            flight.read = partial(_raise, error)
+
+    def _read(self) -> list[Sequence]:
+        """Waits for the oldest step in flight. If it failed, so did those launched after it."""
+        plan = self._flights[0].plan
+        try:
+            result = self._flights[0].read()
+        except Exception as error:
+            logger.warning("a step of %d requests failed", len(_ids(plan)), exc_info=True)
+            self._drop_all()
+            return self._blame(plan, error)
+        advanced = self._scheduler.update(plan, result)
+        self._flights.popleft()
+        self._failed_alone = 0
+        return advanced
+
+    def _drop_all(self) -> None:
+        """Nothing in flight will be read, and the runner must recover."""
+        self._is_whole = False
+        while self._flights:
+            self._scheduler.drop(self._flights[-1].plan)
+            self._flights.pop()
 
     def _blame(self, plan: StepPlan, error: Exception) -> list[Sequence]:
         """Ends the request that failed alone; returns its sequences of this step."""
-        culprit = self._quarantine.suspect(scheduled.sequence for scheduled in plan.scheduled)
+        sequences = [s.sequence for s in plan.scheduled if not s.sequence.is_finished]
+        culprit = self._quarantine.suspect(sequences)
         if culprit is None:
             return []
         self._failed_alone += 1
         if self._failed_alone >= MAX_FAILED_ALONE:
             raise self._give_up(error) from error
         self._scheduler.fail(culprit, _message("this request's step failed alone, twice", error))
-        return [scheduled.sequence for scheduled in plan.scheduled]
+        return sequences
 
     def _mend(self, runner: Runner) -> None:
         """Makes the device usable again and tells the scheduler what it lost."""
@@ -201,6 +261,14 @@ class GuardedSteps:
         return DeviceError(
             f"{message}. Every request in flight was ended. Restart the process if this goes on."
         )
+
+
+def _not_launched() -> StepResult:
+    raise RuntimeError("the step was not launched")
+
+
+def _raise(error: Exception) -> StepResult:
+    raise error
 
 
 def _ids(plan: StepPlan) -> set[str]:

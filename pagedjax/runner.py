@@ -1,19 +1,19 @@
 """The device half's front door: parameters, the KV cache, and the compiled steps.
 
-A step is one packed transfer in, a compiled forward pass that
-donates the cache, a compiled sampler that donates its state, and one readback. They are two
-programs because a sampler serves many buckets, and compiling costs seconds. All are compiled ahead
-of time: after `warm_up` an unknown shape is an error, never a compilation. What a step that raised
-took with it, `recover` makes anew. Knows nothing of requests or queues.
+A step is one packed transfer in, a compiled forward pass that donates the cache, a compiled sampler
+that donates its state, and one readback. They are two programs because a sampler serves many
+buckets, and compiling costs seconds. All are compiled ahead of time: after `warm_up` an unknown
+shape is an error, never a compilation. A step may be launched before the last one was read: what
+that one drew stays on the device, by slot. What a step that raised took with it, `recover` makes
+anew. Knows nothing of requests or queues.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,81 +26,45 @@ from pagedjax.config import SchedulerConfig
 from pagedjax.host_pool import HostPool, MovePrograms
 from pagedjax.kv_cache import KVCache
 from pagedjax.models.contract import FlatModel
-from pagedjax.plan import (
-    MAX_LOGPROBS,
-    NO_TARGET,
-    PageCopy,
-    RowUpdate,
-    SamplingRows,
-    StepPlan,
-    StepResult,
+from pagedjax.packing import (
+    ROW_COLUMNS,
+    ROW_WORDS,
+    PackedLayout,
+    neutral_row,
+    pack_result,
+    unpack_result,
+    unpack_rows,
 )
+from pagedjax.plan import FROM_SLOT, PageCopy, RowUpdate, StepPlan, StepResult
 from pagedjax.programs import Handle, Program, ProgramSet, Progress, abstract
 from pagedjax.rates import MovingMedian, Rates
 
-_FLOAT_ROWS = frozenset(
-    ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-)
-# Column of each field in a row of words; the seed has two.
-_ROW_COLUMNS = tuple(field.name for field in fields(SamplingRows) if field.name != "seed")
-_ROW_WORDS = len(_ROW_COLUMNS) + 2
-_RESULT_COLUMNS = 4 + 2 * MAX_LOGPROBS  # token, rank, corrupted, logprob, top ids, top logprobs
 _SMALL_SAMPLER = 8  # rows; a sampler compiles once for all steps of at most so many rows
 
 
 @dataclass(frozen=True, slots=True)
-class PackedLayout:
-    """Where each array of a plan lies in the one i32 vector that is sent to the device."""
+class StepShape:
+    """What is fixed of a bucket's forward pass."""
 
-    num_tokens: int
-    max_seqs: int
-    pages_per_seq: int
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape, in the order of packing; `rows` is a matrix of words."""
-        t, s = self.num_tokens, self.max_seqs
-        return {
-            "tokens": (t,),
-            "positions": (t,),
-            "slot_mapping": (t,),
-            "page_table": (s, self.pages_per_seq),
-            "kv_lens": (s,),
-            "cu_q_lens": (s + 1,),
-            "num_seqs": (),
-            "rows": (s, _ROW_WORDS),
-        }
+    layout: PackedLayout
+    static: dict[str, Any]  # the batch's static fields
+    neutral: np.ndarray  # i32[width, ROW_WORDS], rows that pad the step's rows for the sampler
 
     @property
-    def size(self) -> int:
-        """Length of the vector."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
-
-    def pack(self, plan: StepPlan) -> np.ndarray:
-        """i32[size], a fresh array."""
-        arrays = [_row_words(plan.rows)]
-        arrays[:0] = [np.asarray(getattr(plan, n), np.int32) for n in self.shapes if n != "rows"]
-        packed = np.concatenate([array.reshape(-1) for array in arrays])
-        if packed.size != self.size:
-            raise ValueError(
-                f"`plan` must fill bucket {plan.bucket} exactly ({self.size} words). "
-                f"Got {packed.size}."
-            )
-        return packed
-
-    def unpack(self, packed: jax.Array) -> dict[str, jax.Array]:
-        """The arrays again, on the device."""
-        arrays: dict[str, jax.Array] = {}
-        start = 0
-        for name, shape in self.shapes.items():
-            size = math.prod(shape)
-            arrays[name] = jax.lax.slice(packed, (start,), (start + size,)).reshape(shape)
-            start += size
-        return arrays
+    def text(self) -> str:
+        """All of it; two that differ have different texts."""
+        return f"{self.layout} {self.static} {self.neutral.tolist()}"
 
 
 class ModelRunner:
-    """Owns the parameters, the cache and the sampler's state; runs plans."""
+    """Owns the parameters, the cache and the sampler's state; runs plans.
+
+    Attributes:
+      kv_cache: the pools; every call that changes them DONATES them.
+      last_tokens: i32[max_num_seqs], the token that was drawn last for each slot.
+      host_pool: the bytes of pages that were swapped out.
+      programs: what was compiled, and what that took.
+    """
 
     def __init__(
         self,
@@ -148,6 +112,8 @@ class ModelRunner:
         self._new_sampler: Callable[[], sampling.SamplerState] = fresh["rows"]
         self.kv_cache = self._new_cache()
         self._sampler = self._new_sampler()
+        self.last_tokens = _no_tokens(config)
+        self._last_read = 0.0  # when, in seconds
         self.host_pool = HostPool(config.num_host_pages, self.kv_cache)
         self._seconds_per_token = MovingMedian()
 
@@ -175,11 +141,13 @@ class ModelRunner:
         smallest = self._config.mixed_buckets[0]
         move_widths = host.widths if self._config.num_host_pages else ()
         implementation = self._static["implementation"]
-        # The largest first: several threads then end at about the same time.
         pools, rows, vocab_size = self.kv_cache, self._sampler, self.model.vocab_size
+        tokens = abstract(self.last_tokens)
+        sampler_program = functools.partial(_sampler_program, rows, tokens, vocab_size)
+        # The largest first: several threads then end at about the same time.
         programs = {
             **{("forward", bucket): self._forward_program(bucket) for bucket in reversed(buckets)},
-            **{("sampler", width): _sampler_program(rows, vocab_size, width) for width in widths},
+            **{("sampler", width): sampler_program(width) for width in widths},
             ("copy", 0): state_programs.copy_program(pools, self._config, implementation),
             ("row", 0): state_programs.row_program(rows, vocab_size),
             **host_pool.move_programs(move_widths, pools, implementation),
@@ -210,23 +178,29 @@ class ModelRunner:
     def _forward_program(self, bucket: int) -> Program:
         layout = self.layout(bucket)
         is_decode = self._config.is_decode_bucket(bucket)
-        static = {**self._static, "max_q_len": 1 if is_decode else None}
-        neutral = np.tile(_neutral_row(self._config), (_sampler_width(self._config, bucket), 1))
+        shape = StepShape(
+            layout,
+            {**self._static, "max_q_len": 1 if is_decode else None},
+            np.tile(neutral_row(self._config), (_sampler_width(self._config, bucket), 1)),
+        )
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
         kv_cache, identity = abstract(self.kv_cache), self.model.identity
         return Program(
             name=f"decoding {bucket} tokens" if is_decode else f"step of {bucket} tokens",
-            function=functools.partial(_forward, self.model.merge, layout, static, neutral),
-            holds=None if identity is None else f"{identity} {layout} {static} {neutral.tolist()}",
-            arguments=(self.model.leaves, kv_cache, packed),
+            function=functools.partial(forward_pass, self.model.merge, shape),
+            holds=None if identity is None else f"{identity} {shape.text}",
+            arguments=(self.model.leaves, kv_cache, abstract(self.last_tokens), packed),
             result=(kv_cache, 0, 0),
             donated=(1,),
         )
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Runs one step: swaps, page copies, row updates, then the model and the sampler.
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Starts one step: swaps, page copies, row updates, then the model and the sampler.
 
         While the device computes, pages that were swapped out are filed in the host pool.
+
+        Returns:
+          what waits for the result, to be called once, in the order of the launches.
 
         Raises:
           KeyError: the plan's bucket was not warmed up.
@@ -244,10 +218,16 @@ class ModelRunner:
             self._run_row_update(update)
         packed = self.layout(plan.bucket).pack(plan)
         dispatched = self._call(plan.bucket, packed)
+        dispatched.copy_to_host_async()
+        return functools.partial(self._read, plan, dispatched, None if is_swapping else started)
+
+    def _read(self, plan: StepPlan, dispatched: jax.Array, launched: float | None) -> StepResult:
+        """Waits for a step; `launched`: when, None: its time says nothing of its tokens."""
         self.host_pool.drain()
-        result = _unpack_result(np.asarray(dispatched))
-        if not is_swapping:
-            self._note_time(plan.bucket, plan.num_tokens, started)
+        result = unpack_result(np.asarray(dispatched))
+        if launched is not None:  # it could not begin before the one in front of it ended
+            self._note_time(plan.bucket, plan.num_tokens, max(launched, self._last_read))
+        self._last_read = time.perf_counter()
         lost = self.host_pool.take_lost()
         return replace(result, lost_host_pages=lost) if lost else result
 
@@ -271,8 +251,9 @@ class ModelRunner:
         if not _is_alive(self._sampler):
             self._sampler = self._new_sampler()
             is_lost = True
+        self.last_tokens = _no_tokens(self._config)  # nothing in flight is left
         bucket = self._config.buckets[0]
-        jax.block_until_ready(self._call(bucket, self._idle(bucket)))
+        jax.block_until_ready(self._call(bucket, self.layout(bucket).idle(self._config)))
         jax.block_until_ready((self.kv_cache, self._sampler))
         return is_lost
 
@@ -283,14 +264,16 @@ class ModelRunner:
           packed: i32[layout(bucket).size], as `PackedLayout.pack` makes it.
         """
         self.kv_cache, logits, rows = self._forwards[bucket](
-            self.model.leaves, self.kv_cache, packed
+            self.model.leaves, self.kv_cache, self.last_tokens, packed
         )
         return logits, rows
 
     def _call(self, bucket: int, packed: np.ndarray) -> jax.Array:
         logits, rows = self.forward(bucket, packed)
         sample = self._samplers[_sampler_width(self._config, bucket)]
-        self._sampler, result = sample(self._sampler, logits, rows)
+        self._sampler, self.last_tokens, result = sample(
+            self._sampler, self.last_tokens, logits, rows
+        )
         return result
 
     def _run_copies(self, copies: tuple[PageCopy, ...]) -> None:
@@ -323,23 +306,17 @@ class ModelRunner:
             if bucket != smallest and self._forwards[bucket].was_kept:
                 continue
             started = time.perf_counter()
-            jax.block_until_ready(self._call(bucket, self._idle(bucket)))
+            jax.block_until_ready(self._call(bucket, self.layout(bucket).idle(self._config)))
             self._note_time(bucket, bucket, started)
-
-    def _idle(self, bucket: int) -> np.ndarray:
-        """A packed plan that runs no sequence and writes nowhere."""
-        layout = self.layout(bucket)
-        packed = np.zeros(layout.size, np.int32)
-        dropped = self._config.num_pages * self._config.page_size
-        packed[2 * bucket : 3 * bucket] = dropped + np.arange(bucket)  # slot_mapping is third
-        rows = packed[layout.size - layout.max_seqs * _ROW_WORDS :].reshape(-1, _ROW_WORDS)
-        rows[:] = _neutral_row(self._config)
-        return packed
 
     def _note_time(self, bucket: int, num_tokens: int, started: float) -> None:
         """Steps that prompts fill tell what a token costs; others are mostly the weights."""
         if num_tokens * 2 > bucket and not self._config.is_decode_bucket(bucket):
             self._seconds_per_token.add((time.perf_counter() - started) / num_tokens)
+
+
+def _no_tokens(config: SchedulerConfig) -> jax.Array:
+    return jax.device_put(np.zeros(config.max_num_seqs, np.int32))
 
 
 def _sampler_width(config: SchedulerConfig, bucket: int) -> int:
@@ -348,15 +325,17 @@ def _sampler_width(config: SchedulerConfig, bucket: int) -> int:
     return small if config.rows_in(bucket) <= small else config.max_rows
 
 
-def _sampler_program(state: sampling.SamplerState, vocab_size: int, width: int) -> Program:
+def _sampler_program(
+    state: sampling.SamplerState, last_tokens: jax.Array, vocab_size: int, width: int
+) -> Program:
     logits = jax.ShapeDtypeStruct((width, vocab_size), jnp.float32)
-    rows = jax.ShapeDtypeStruct((width, _ROW_WORDS), jnp.int32)
+    rows = jax.ShapeDtypeStruct((width, ROW_WORDS), jnp.int32)
     return Program(
         name=f"sampling {width} rows",
         function=_sample,
         holds="",
-        arguments=(abstract(state), logits, rows),
-        result=(abstract(state), 0),
+        arguments=(abstract(state), last_tokens, logits, rows),
+        result=(abstract(state), 0, 0),
         donated=(0,),
     )
 
@@ -376,87 +355,44 @@ def _delete(tree: Any) -> None:
             array.delete()
 
 
-def _forward(
+def forward_pass(
     merge: Callable[[Any], Any],
-    layout: PackedLayout,
-    static: dict[str, Any],  # the batch's static fields
-    neutral: np.ndarray,  # i32[width, _ROW_WORDS], rows that pad the step's rows
+    shape: StepShape,
     leaves: tuple[jax.Array, ...],
     kv_cache: KVCache,
-    packed: jax.Array,  # i32[layout.size]
+    last_tokens: jax.Array,  # i32[max_num_seqs], by slot
+    packed: jax.Array,  # i32[shape.layout.size]
 ) -> tuple[KVCache, jax.Array, jax.Array]:
     """**DONATES** the cache. Returns it, f32 logits [width, vocab_size], i32 rows of words."""
-    arrays = layout.unpack(packed)
+    arrays = shape.layout.unpack(packed)
     batch = Batch(
         page_table=arrays["page_table"],
         kv_lens=arrays["kv_lens"],
         cu_q_lens=arrays["cu_q_lens"],
         num_seqs=arrays["num_seqs"],
         slot_mapping=arrays["slot_mapping"],
-        **static,
+        **shape.static,
     )
     model = merge(leaves)
-    hidden, kv_cache = model(arrays["tokens"], arrays["positions"], kv_cache, batch)
+    tokens = arrays["tokens"]
+    drawn = last_tokens.at[FROM_SLOT - tokens].get(mode="clip")  # of those below 0
+    tokens = jnp.where(tokens < 0, drawn, tokens)
+    hidden, kv_cache = model(tokens, arrays["positions"], kv_cache, batch)
     rows = arrays["rows"]
-    logits = model.logits(hidden[rows[:, _ROW_COLUMNS.index("token_index")]]).astype(jnp.float32)
-    extra = neutral.shape[0] - rows.shape[0]
+    logits = model.logits(hidden[rows[:, ROW_COLUMNS.index("token_index")]]).astype(jnp.float32)
+    extra = shape.neutral.shape[0] - rows.shape[0]
     logits = jnp.pad(logits, ((0, extra), (0, 0)))
-    return kv_cache, logits, jnp.concatenate([rows, neutral[:extra]])
+    return kv_cache, logits, jnp.concatenate([rows, shape.neutral[:extra]])
 
 
 def _sample(
-    state: sampling.SamplerState, logits: jax.Array, words: jax.Array
-) -> tuple[sampling.SamplerState, jax.Array]:
-    """**DONATES** the state. words: i32[R, _ROW_WORDS]; the result is i32[R, _RESULT_COLUMNS]."""
-    columns: dict[str, jax.Array] = {}
-    for i, name in enumerate(_ROW_COLUMNS):
-        column = words[:, i]
-        if name in _FLOAT_ROWS:
-            column = jax.lax.bitcast_convert_type(column, jnp.float32)
-        columns[name] = column
-    seed = jax.lax.bitcast_convert_type(words[:, len(_ROW_COLUMNS) :], jnp.uint32)
-    state, sampled = sampling.sample(logits, sampling.DeviceRows(seed=seed, **columns), state)
-    return state, _pack_result(sampled)
-
-
-def _row_words(rows: SamplingRows) -> np.ndarray:
-    """i32[R, _ROW_WORDS]; floats and unsigned integers keep their bits."""
-    columns = [getattr(rows, name)[:, None].view(np.int32) for name in _ROW_COLUMNS]
-    return np.concatenate([*columns, rows.seed.view(np.int32)], axis=1)
-
-
-def _neutral_row(config: SchedulerConfig) -> np.ndarray:
-    """i32[_ROW_WORDS]: greedy, nothing adjusted, nothing asked for."""
-    values = dict.fromkeys(_ROW_COLUMNS, 0) | {
-        "slot": config.max_num_seqs,
-        "target": NO_TARGET,
-        "num_logprobs": -1,
-        "top_p": int(np.float32(1.0).view(np.int32)),
-        "repetition_penalty": int(np.float32(1.0).view(np.int32)),
-    }
-    return np.array([*values.values(), 0, 0], np.int32)
-
-
-def _pack_result(sampled: sampling.Sampled) -> jax.Array:
-    as_int = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
-    columns = (
-        sampled.tokens[:, None],
-        sampled.ranks[:, None],
-        sampled.corrupted.astype(jnp.int32)[:, None],
-        as_int(sampled.logprobs)[:, None],
-        sampled.top_ids,
-        as_int(sampled.top_logprobs),
-    )
-    return jnp.concatenate(columns, axis=1)
-
-
-def _unpack_result(packed: np.ndarray) -> StepResult:
-    top = 4 + MAX_LOGPROBS
-    return StepResult(
-        tokens=packed[:, 0],
-        ranks=packed[:, 1],
-        corrupted=packed[:, 2] != 0,
-        logprobs=np.ascontiguousarray(packed[:, 3]).view(np.float32),
-        top_ids=packed[:, 4:top],
-        top_logprobs=np.ascontiguousarray(packed[:, top:]).view(np.float32),
-    )
+    state: sampling.SamplerState,
+    last_tokens: jax.Array,  # i32[max_num_seqs], by slot
+    logits: jax.Array,  # f32[R, vocab_size]
+    words: jax.Array,  # i32[R, ROW_WORDS]
+) -> tuple[sampling.SamplerState, jax.Array, jax.Array]:
+    """**DONATES** the state. Returns it, the last tokens, and the packed result."""
+    rows, token_slot = unpack_rows(words)
+    state, sampled = sampling.sample(logits, rows, state)
+    last_tokens = last_tokens.at[token_slot].set(sampled.tokens, mode="drop")
+    return state, last_tokens, pack_result(sampled)

@@ -163,8 +163,12 @@ class Scheduler:
     def schedule(self, only: Set[str] | None = None) -> StepPlan | None:
         """Plans the next step; None when nothing can run now.
 
-        A transaction: what raises in it leaves everything as it was. Sequences whose result is
-        still awaited are left out, so a step may be planned before the last one was read.
+        A transaction: what raises in it leaves everything as it was.
+
+        A step may be planned before the last one was read. A sequence whose token is awaited goes
+        on from where the device has it, once, if nothing that the token may be could matter to
+        the plan but its end (then the step is wasted for it); others are left out. Nobody is
+        preempted meanwhile: the plan is None then, and what is awaited must be read first.
 
         Args:
           only: ids of requests; all others queue, and none of theirs is planned. None: all run.
@@ -177,11 +181,11 @@ class Scheduler:
             self._num_preemptions += roster.preempt_all(but=only)
             waiting = [live for live in waiting if live.sequence.request.request_id in only]
         draft, parked = self._draft(waiting, ()), list[LiveSequence]()
-        while (lane := lane_to_park(draft, roster, parked)) is not None:
+        while not draft.must_wait and (lane := lane_to_park(draft, roster, parked)) is not None:
             parked.append(lane)
             draft = self._draft(waiting, parked)
-        if not draft.scheduled:
-            if self.events is not None:
+        if draft.must_wait or not draft.scheduled:
+            if self.events is not None and not draft.must_wait:
                 self.events.stalled(draft)
             return None
         draft.step = self._num_steps + 1
@@ -211,7 +215,7 @@ class Scheduler:
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
-        """Takes in what a step sampled.
+        """Takes in what a step sampled; results come in the order of their plans.
 
         What was preempted, aborted or finished since the plan was made is dropped, and so is a
         result that was already read. A sequence whose result cannot be handled fails alone.
@@ -221,6 +225,11 @@ class Scheduler:
         """
         if plan.step not in self._awaited:
             return []
+        if plan.step != min(self._awaited):
+            raise ValueError(
+                f"`plan` must be the oldest without a result, step {min(self._awaited)}. "
+                f"Got step {plan.step}."
+            )
         self._awaited.remove(plan.step)
         if self.events is not None:
             self.events.result(plan, result)
@@ -269,7 +278,7 @@ class Scheduler:
         missing = {copy.dst for copy in plan.copies} | {move.page for move in plan.swaps_in}
         for scheduled in plan.scheduled:
             live = self.roster.live.get(scheduled.sequence)
-            if live is None or live.in_flight is not scheduled:
+            if live is None or (live.ahead or live.in_flight) is not scheduled:
                 continue
             if has_run or live.host_pages or not missing.isdisjoint(live.table.pages):
                 live.table.release()
@@ -375,7 +384,14 @@ class Scheduler:
     def _draft(self, waiting: Seq[LiveSequence], parked: Seq[LiveSequence]) -> StepDraft:
         """A step in which these idle lanes of beam searches give their pages and slots up."""
         roster = self.roster
-        draft = StepDraft(self.config, self.allocator, self.prefix_cache, self.host, self.costs)
+        draft = StepDraft(
+            self.config,
+            self.allocator,
+            self.prefix_cache,
+            self.host,
+            self.costs,
+            is_ahead=bool(self._awaited),
+        )
         running, free_slots = roster.running, roster.free_slots
         if parked:
             running = [live for live in running if live not in parked]
@@ -417,7 +433,10 @@ def _commit(
         live.capacity = live.table.capacity
         live.shares_tail = False
     for live, scheduled in zip(draft.lives, draft.scheduled, strict=True):
-        live.in_flight = scheduled
+        if live.in_flight is None:
+            live.in_flight = scheduled
+        else:
+            live.ahead = scheduled
 
 
 def _new_bans(slots: Mapping[LiveSequence, int]) -> dict[LiveSequence, BanState]:
@@ -425,7 +444,7 @@ def _new_bans(slots: Mapping[LiveSequence, int]) -> dict[LiveSequence, BanState]
     found: dict[LiveSequence, BanState] = {}
     for live in slots:
         adjustments = live.owner.adjustments
-        if adjustments is not None:
+        if adjustments is not None and live.in_flight is None:
             state = adjustments.state(live.sequence)
             if state != live.row_state:
                 found[live] = state

@@ -160,6 +160,7 @@ def start_engine(
         seed=options.seed,
         eos_token_ids=facts.eos_token_ids,
         rates=lambda: runner.rates,
+        async_scheduling=options.async_scheduling,
     )
     report = StartupReport(
         model=facts.name,

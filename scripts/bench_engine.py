@@ -84,12 +84,17 @@ class Recorder:
         self.plans: list[StepPlan] = []
         self.ends: list[float] = []
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Runs the step and notes it."""
-        result = self.runner.run(plan)
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Launches the step and notes it, and when its result was there."""
+        read = self.runner.launch(plan)
         self.plans.append(plan)
-        self.ends.append(time.perf_counter())
-        return result
+
+        def finish() -> StepResult:
+            result = read()
+            self.ends.append(time.perf_counter())
+            return result
+
+        return finish
 
     def recover(self) -> bool:
         """As the runner's."""
@@ -217,7 +222,9 @@ class BarePasses:
             with _attention_left_out():
                 self._compiled[bucket] = runner.lower_forward(bucket).compile()
         forward = self._compiled[bucket]
-        runner.kv_cache, logits, _ = forward(runner.model.leaves, runner.kv_cache, packed)
+        runner.kv_cache, logits, _ = forward(
+            runner.model.leaves, runner.kv_cache, runner.last_tokens, packed
+        )
         return logits
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures the host half alone: the real scheduler with a runner that computes nothing.
 
-Prints a table, then one JSON line. Three parts:
+Prints a table, then one JSON line. Its parts:
 
   decode  `--running` sequences decode while `--waiting` requests queue behind them: microseconds of
           `schedule` (a whole plan: decisions, pages, arrays) and of `update` a step
@@ -9,6 +9,8 @@ Prints a table, then one JSON line. Three parts:
   trace   a workload file, or one made up of `--requests` requests, from first to last: the
           scheduler's time a step, a token and a request; set it beside another scheduler's time on
           the same file
+  gap     the engine, text included, over a device that takes `--step-ms` a step: the share of the
+          time in which the device waits for the host, with and without asynchronous scheduling
   prefix  `PrefixCache.match` of prompts of 16 to 1,024 cached pages: nanoseconds a page, which is
           the same for all when a lookup is linear
 
@@ -44,7 +46,7 @@ from pagedjax.paging import PageAllocator, PageTable, PrefixCache  # noqa: E402
 from pagedjax.plan import MAX_LOGPROBS, StepPlan, StepResult  # noqa: E402
 from pagedjax.request import Request, SamplingParams  # noqa: E402
 from pagedjax.scheduler import Scheduler  # noqa: E402
-from scripts import checkout  # noqa: E402
+from scripts import checkout, host_gap  # noqa: E402
 
 VOCAB_SIZE = 50_000
 TOKEN = 7  # what the runner "samples"
@@ -197,6 +199,29 @@ def _workload(args: argparse.Namespace) -> list[tuple[Sequence[int], int]]:
         raise SystemExit(f"bench_host: cannot read {args.workload}: {error}") from error
 
 
+# --------------------------------------------------------------------------------------------- gap
+
+
+def measure_gap(args: argparse.Namespace) -> dict[str, float]:
+    """With and without."""
+    config = _config(args, args.running)
+    prompts = [_tokens(at, length) for at, length in enumerate(_lengths(args.running, args))]
+    found: dict[str, float] = {"step_ms": args.step_ms}
+    for name in ("async", "one_by_one"):
+        gap = host_gap.measure(
+            config,
+            prompts,
+            steps=args.steps,
+            step_seconds=args.step_ms / 1e3,
+            async_scheduling=name == "async",
+            clock=clock,
+        )
+        found[f"idle_%_{name}"] = 100 * gap.idle_share
+        if args.clock == "cpu":
+            found[f"host_ms_{name}"] = 1e3 * gap.host_seconds
+    return found
+
+
 # ------------------------------------------------------------------------------------------ prefix
 
 
@@ -293,6 +318,7 @@ PARTS = {
     "decode": measure_decode,
     "full": measure_full,
     "trace": measure_trace,
+    "gap": measure_gap,
     "prefix": measure_prefix,
 }
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
@@ -339,6 +365,7 @@ def _arguments() -> argparse.Namespace:
     add("--num-pages", type=_positive, help="default: as many as --running sequences can fill")
     add("--clock", choices=CLOCKS, default="wall", help="seconds of the wall, or of the processor")
     add("--lookups", type=_positive, default=50, help="prefix lookups of each length (50)")
+    add("--step-ms", type=float, default=5.0, help="of the simulated device (5)")
     add("--no-prefix-caching", action="store_true", help="decode and trace without it")
     add("--seed", type=int, default=0, help="of lengths and tokens (0)")
     return parser.parse_args()

@@ -249,11 +249,7 @@ class PagedServer:
         if plan is not None and plan.num_seqs == len(running):
             tokens = int(plan.kv_lens.sum())
         else:
-            tokens = sum(
-                live.sequence.num_computed_tokens
-                + (live.in_flight.num_tokens if live.in_flight is not None else 0)
-                for live in running
-            )
+            tokens = sum(live.sequence.num_computed_tokens + live.num_in_flight for live in running)
         return Usage(
             requests=len({live.owner for live in running}),
             tokens=tokens,

@@ -302,16 +302,27 @@ def _add_engine(made: Parser) -> None:
         action="store_true",
         help="sequences that share a long prefix read it once (Pallas kernels only)",
     )
+    _add_steps(made)
+    _add_narrow_types(made)
+    _add_memory_pressure(made)
+    _add_event_log(made)
+    _add_policy(made)
+
+
+def _add_steps(made: Parser) -> None:
+    group = made.add_argument_group("steps")
     group.add_argument(
         "--batch-invariant",
         action="store_true",
         help="the same bits for a prompt whatever else runs; every step then has "
         "--max-num-batched-tokens (default here: --max-num-seqs, at least 64)",
     )
-    _add_narrow_types(made)
-    _add_memory_pressure(made)
-    _add_event_log(made)
-    _add_policy(made)
+    group.add_argument(
+        "--no-async-scheduling",
+        dest="async_scheduling",
+        action="store_false",
+        help="wait for each step before the next one is planned and launched",
+    )
 
 
 def _add_policy(made: Parser) -> None:

@@ -9,7 +9,7 @@ writes. A wrong page, a missing copy, stale content or a wrong hit therefore cha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pagedjax.config import SchedulerConfig
 from pagedjax.errors import TransferError
 from pagedjax.paging import PageAllocator
-from pagedjax.plan import MAX_LOGPROBS, NO_TARGET, RowUpdate, StepPlan, StepResult
+from pagedjax.plan import FROM_SLOT, MAX_LOGPROBS, NO_TARGET, RowUpdate, StepPlan, StepResult
 from pagedjax.request import FinishReason, Request
 
 MASK = 2**64 - 1
@@ -80,6 +80,7 @@ class FakeRunner:
         self._rng = np.random.default_rng(7)
         self._slots: dict[int, RowUpdate] = {}
         self._counts: dict[int, Counter[int]] = {}
+        self._last_tokens: dict[int, int] = {}  # by slot
         self._pool = self._garbage(config.num_pages * config.page_size)
         self.stored: dict[int, NDArray[np.uint64]] = {}
         self._damaged: set[int] = set()  # host pages whose checksum is wrong
@@ -100,6 +101,11 @@ class FakeRunner:
             self._counts[update.slot] = Counter(update.output_counts)
         states = self._write(plan)
         return self._sample(plan, states)
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Runs the step at once; its result is told when it is asked for."""
+        result = self.run(plan)
+        return lambda: result
 
     def recover(self) -> bool:
         """After a step that raised: all pages hold what they held."""
@@ -164,7 +170,9 @@ class FakeRunner:
             old = self._pool[self._addresses(plan, row)[: int(plan.kv_lens[row] - (last - first))]]
             state = _sum(old)
             for at in range(first, last):
-                number, state = advance(state, int(plan.tokens[at]), int(plan.positions[at]))
+                token = int(plan.tokens[at])
+                token = self._last_tokens[FROM_SLOT - token] if token < 0 else token
+                number, state = advance(state, token, int(plan.positions[at]))
                 assert int(plan.slot_mapping[at]) not in written, "two tokens write one place"
                 written[int(plan.slot_mapping[at])] = number
         self._pool[list(written)] = np.array(list(written.values()), np.uint64)
@@ -200,6 +208,8 @@ class FakeRunner:
                 if rows.counts[row]:
                     self._counts[slot][token] += 1
             result.tokens[row] = token
+            if rows.token_slot[row] < self._config.max_num_seqs:
+                self._last_tokens[int(rows.token_slot[row])] = token
             if rows.num_logprobs[row] >= 0:
                 result.logprobs[row], result.ranks[row] = logprob(state, token)
                 result.top_ids[row], result.top_logprobs[row] = likeliest(state, vocab_size)
@@ -309,7 +319,7 @@ def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
     assert (plan.slot_mapping[:num_tokens] < past).all()
     assert len(set(plan.slot_mapping.tolist())) == bucket
     neutral = {"top_p": 1, "repetition_penalty": 1, "slot": config.max_num_seqs}
-    neutral |= {"num_logprobs": -1, "target": NO_TARGET}
+    neutral |= {"num_logprobs": -1, "target": NO_TARGET, "token_slot": config.max_num_seqs}
     for name in plan.rows.__slots__:
         values = getattr(plan.rows, name)
         assert values.shape[0] == width, name

@@ -65,10 +65,10 @@ class FaultyRunner:
         self._plan: StepPlan | None = None
         self._patch(site, monkeypatch)
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         self._plan = plan
         try:
-            return self.runner.run(plan)
+            return self.runner.launch(plan)
         finally:
             self._plan = None
 

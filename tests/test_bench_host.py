@@ -31,7 +31,17 @@ def test_every_part_prints_its_figures(options: list[str]) -> None:
     assert printed["trace"]["steps"] > 9
     assert printed["trace"]["preemptions"] == 0
     assert printed["prefix"]["growth"] > 0
+    assert all(0 <= printed["gap"][f"idle_%_{name}"] < 100 for name in ("async", "one_by_one"))
+    assert ("host_ms_async" in printed["gap"]) == bool(options)
     assert "schedule_us" in result.stdout.splitlines()[0]
+
+
+def test_a_device_whose_steps_are_long_waits_for_the_first_only() -> None:
+    """On a simulated clock: what the machine does meanwhile does not matter."""
+    options = ["--only", "gap", "--clock", "cpu", "--step-ms", "1000"]
+    printed = json.loads(bench(*SMALL, *SIZES, *options).stdout.splitlines()[-1])["gap"]
+    assert printed["idle_%_async"] == 0
+    assert printed["idle_%_one_by_one"] > 0
 
 
 def test_a_workload_file_is_the_trace(tmp_path: Path) -> None:
@@ -55,7 +65,7 @@ def test_a_pool_too_small_for_all_preempts() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--only", "nothing"], "must be of decode, full, trace, prefix"),
+        (["--only", "nothing"], "must be of decode, full, trace, gap, prefix"),
         (["--running", "0"], "must be at least 1"),
         (["--prompt-tokens", "9:3"], "must be LOW:HIGH"),
         (["--only", "trace", "--workload", "/nowhere.json"], "cannot read /nowhere.json"),

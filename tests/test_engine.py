@@ -13,7 +13,7 @@ from pagedjax import RequestError, SamplingParams
 from pagedjax import intake as intake_module
 from pagedjax.detokenizer import Detokenizer
 from pagedjax.errors import IntegrityError
-from pagedjax.plan import StepPlan
+from pagedjax.plan import StepPlan, StepResult
 from pagedjax.request import RequestOutput
 from tests.helpers import (
     MAX_LEN,
@@ -546,12 +546,17 @@ def test_numbers_that_are_none_fail_the_request_that_met_them() -> None:
         def __init__(self, runner: Any) -> None:
             self.runner = runner
 
-        def run(self, plan: StepPlan) -> Any:
-            result = self.runner.run(plan)
-            for scheduled in plan.scheduled:
-                if scheduled.sequence.request.request_id == "bad":
-                    result.corrupted[scheduled.first_row] = True
-            return result
+        def launch(self, plan: StepPlan) -> Any:
+            read = self.runner.launch(plan)
+
+            def spoilt() -> StepResult:
+                result = read()
+                for scheduled in plan.scheduled:
+                    if scheduled.sequence.request.request_id == "bad":
+                        result.corrupted[scheduled.first_row] = True
+                return result
+
+            return spoilt
 
         def recover(self) -> bool:
             return self.runner.recover()
@@ -570,14 +575,19 @@ class Breaking:
         self.runner, self.at, self.is_late, self.error = runner, at, is_late, error
         self.num_steps = 0
 
-    def run(self, plan: StepPlan) -> Any:
+    def launch(self, plan: StepPlan) -> Any:
         self.num_steps += 1
-        if self.num_steps == self.at and not self.is_late:
+        if self.num_steps != self.at:
+            return self.runner.launch(plan)
+        if not self.is_late:
             raise self.error
-        result = self.runner.run(plan)
-        if self.num_steps == self.at:
+        read = self.runner.launch(plan)
+
+        def broken() -> StepResult:
+            read()
             raise self.error
-        return result
+
+        return broken
 
     def recover(self) -> bool:
         return self.runner.recover()
@@ -593,10 +603,13 @@ def test_a_step_that_breaks_off_is_run_again(at: int, is_late: bool) -> None:
     engine.add_request("a", PROMPT * 4, params)
     engine.add_request("b", [1, 2], greedy(9, n=2))
     outputs: dict[str, RequestOutput] = {}
-    for _ in range(at - 1):
-        outputs |= {output.request_id: output for output in engine.step()}
+
+    def step_on() -> None:
+        while engine.has_unfinished:
+            outputs.update({output.request_id: output for output in engine.step()})
+
     with pytest.raises(KeyboardInterrupt):
-        engine.step()
+        step_on()
     engine.check_integrity()
     outputs |= drain(engine)
     assert tokens_of(outputs["a"]) == dense_adjusted(PROMPT * 4, params)
@@ -780,7 +793,7 @@ def test_two_thousand_requests_with_aborts_lose_no_page(soak: Soak) -> None:
     assert allocator.num_evictable > 0
     assert engine.reset_prefix_cache()
     assert allocator.num_evictable == 0
-    assert stats.num_preemptions > 20
+    assert stats.num_preemptions > 10
     assert stats.num_cow_copies > 50
     assert stats.prefix_hit_tokens > 1_000
 

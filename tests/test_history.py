@@ -51,9 +51,8 @@ def check_agrees(trace: Trace, history: History) -> None:
         one = known.find(name_of(live.sequence))
         if one is None or (live.sequence.sample and one.joined is None):
             continue  # a sample that has not run yet: the log has nothing of it
-        flight = 0 if live.in_flight is None else live.in_flight.num_tokens
         computed = one.computed_before(history.now.step + 1)
-        assert computed == live.sequence.num_computed_tokens + flight
+        assert computed == live.sequence.num_computed_tokens + live.num_in_flight
         assert one.table == list(live.table.pages)
         assert one.waits_since is None
     for live in trace.scheduler.roster.waiting:

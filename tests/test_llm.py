@@ -198,11 +198,11 @@ class Interrupting:
         self.runner = runner
         self.num_steps = 0
 
-    def run(self, plan: StepPlan) -> Any:
+    def launch(self, plan: StepPlan) -> Any:
         self.num_steps += 1
         if self.num_steps == 3:
             raise KeyboardInterrupt
-        return self.runner.run(plan)
+        return self.runner.launch(plan)
 
     def recover(self) -> bool:
         return self.runner.recover()
@@ -364,15 +364,20 @@ def test_an_interrupt_waits_for_the_step_and_leaves_the_engine_usable(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = llm.engine.runner
-    run, finished = runner.run, []
+    finished: list[StepPlan] = []
 
     def interrupted(plan: StepPlan) -> Any:
-        signal.raise_signal(signal.SIGINT)
-        result = run(plan)
-        finished.append(plan)
-        return result
+        read = runner.launch(plan)
 
-    monkeypatch.setattr(llm.engine, "runner", SimpleNamespace(run=interrupted))
+        def finish() -> Any:
+            signal.raise_signal(signal.SIGINT)
+            result = read()
+            finished.append(plan)
+            return result
+
+        return finish
+
+    monkeypatch.setattr(llm.engine, "runner", SimpleNamespace(launch=interrupted))
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2, 3], [4, 5]], GREEDY)
     assert len(finished) == 1

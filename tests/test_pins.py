@@ -217,12 +217,17 @@ class Spoiler:
     def recover(self) -> bool:
         return False
 
-    def run(self, plan: StepPlan) -> StepResult:
-        result = self.runner.run(plan)
-        for scheduled in plan.scheduled:
-            if scheduled.sequence.request.request_id == self.request_id:
-                result.corrupted[scheduled.first_row] = True
-        return result
+    def launch(self, plan: StepPlan) -> Any:
+        read = self.runner.launch(plan)
+
+        def spoilt() -> StepResult:
+            result = read()
+            for scheduled in plan.scheduled:
+                if scheduled.sequence.request.request_id == self.request_id:
+                    result.corrupted[scheduled.first_row] = True
+            return result
+
+        return spoilt
 
 
 def test_a_prefix_that_cannot_be_computed_is_not_pinned() -> None:

@@ -150,17 +150,17 @@ def test_a_request_that_makes_every_step_fail_fails_alone(
 
 def test_a_request_that_fails_late_keeps_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(plan: StepPlan, _: int) -> bool:
-        lengths = [s.sequence.num_output_tokens for s in plan.scheduled if has(plan, "bad")]
         return any(
-            s.sequence.num_output_tokens == 6 and s.sequence.request.request_id == "bad"
+            s.sequence.num_output_tokens >= 4 and s.sequence.request.request_id == "bad"
             for s in plan.scheduled
-        ) and bool(lengths)
+        )
 
     runner = FaultyRunner(real_runner(), "forward after", fails, monkeypatch)
     outputs = checked(engine_on(runner))
     assert_right(outputs, set(PROMPTS) - {"bad"})
     assert outputs["bad"].error is not None
-    assert tokens_of(outputs["bad"]) == dense_greedy(PROMPTS["bad"], 6)
+    # The step before the one that failed was in flight: its token counts.
+    assert tokens_of(outputs["bad"]) == dense_greedy(PROMPTS["bad"], 5)
 
 
 @pytest.mark.parametrize("culprits", [{"a", "bad"}, {"a", "b", "c", "bad"}])
@@ -289,11 +289,11 @@ class Scripted:
         self.runner, self.fails, self.recovers = real_runner(), fails, recovers
         self.num_runs = self.num_recoveries = 0
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         self.num_runs += 1
         if self.fails(plan):
             raise Injected("INTERNAL: the device is lost")
-        return self.runner.run(plan)
+        return self.runner.launch(plan)
 
     def recover(self) -> bool:
         self.num_recoveries += 1

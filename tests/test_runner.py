@@ -21,9 +21,18 @@ from pagedjax.errors import TransferError
 from pagedjax.host_pool import MovePrograms
 from pagedjax.kv_cache import KVCache
 from pagedjax.models import contract
-from pagedjax.plan import NO_TARGET, PageCopy, PageMove, RowUpdate, SamplingRows, StepPlan
+from pagedjax.packing import PackedLayout
+from pagedjax.plan import (
+    NO_TARGET,
+    PageCopy,
+    PageMove,
+    RowUpdate,
+    SamplingRows,
+    StepPlan,
+    StepResult,
+)
 from pagedjax.rates import Rates
-from pagedjax.runner import ModelRunner, PackedLayout
+from pagedjax.runner import ModelRunner
 from tests.helpers import VOCAB, TinyLM, dense_greedy
 from tests.tiny_engine import answers, drain, tiny_engine, tiny_llm, tokens_of
 
@@ -62,17 +71,23 @@ class Recorder:
         self.runner = runner
         self.plans: list[StepPlan] = []
 
-    def run(self, plan: StepPlan) -> Any:
+    def launch(self, plan: StepPlan) -> Any:
         self.plans.append(plan)
-        return self.runner.run(plan)
+        return self.runner.launch(plan)
 
     def recover(self) -> bool:
         return self.runner.recover()
 
 
+def run(runner: ModelRunner, plan: StepPlan) -> StepResult:
+    """Launches a step and waits for it."""
+    return runner.launch(plan)()
+
+
 def recorded_plans() -> list[StepPlan]:
     """Steps of a small workload with forks, penalties and prompt logprobs in it."""
-    engine = tiny_engine()
+    # One step at a time, so that each plan says all its tokens itself.
+    engine = tiny_engine(async_scheduling=False)
     engine.runner = recorder = Recorder(engine.runner)
     params = SamplingParams(max_tokens=5, n=3, seed=1, presence_penalty=1.0, prompt_logprobs=2)
     answers(engine, {"a": ([1, 2, 3, 4, 5], params), "b": ([7] * 40, SamplingParams(seed=2))})
@@ -110,11 +125,11 @@ def test_a_step_before_warm_up_is_an_error() -> None:
     cold = ModelRunner(contract.flatten(TinyLM()), config, cache_dtype=F32)
     assert [it.name for it in cold.programs.log] == ["page pool of a layer", "sampler's rows"]
     with pytest.raises(KeyError):
-        cold.run(replace(plan, copies=(), row_updates=()))
+        run(cold, replace(plan, copies=(), row_updates=()))
     with pytest.raises(RuntimeError, match="`warm_up` must be called before `run`"):
-        cold.run(replace(plan, copies=(PageCopy(1, 2),)))
+        run(cold, replace(plan, copies=(PageCopy(1, 2),)))
     with pytest.raises(RuntimeError, match="`warm_up` must be called before `run`"):
-        cold.run(replace(plan, copies=(), row_updates=(empty_row(0),)))
+        run(cold, replace(plan, copies=(), row_updates=(empty_row(0),)))
 
 
 # -------------------------------------------------------------------------------------- donation
@@ -135,7 +150,7 @@ def test_every_step_reuses_the_pools_buffers(runner: ModelRunner) -> None:
         for plan in plans:
             pools, state = runner.kv_cache, runner._sampler
             before = pointers(pools), pointers(state)
-            runner.run(plan)
+            run(runner, plan)
             assert all(pool.is_deleted() for pool in pools.kv_pages)
             assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
             assert (pointers(runner.kv_cache), pointers(runner._sampler)) == before
@@ -143,7 +158,7 @@ def test_every_step_reuses_the_pools_buffers(runner: ModelRunner) -> None:
 
 def test_a_stale_handle_raises_when_it_is_read(runner: ModelRunner) -> None:
     stale = runner.kv_cache.kv_pages[0]
-    runner.run(recorded_plans()[0])
+    run(runner, recorded_plans()[0])
     with pytest.raises(RuntimeError, match="deleted"):
         np.asarray(stale)
 
@@ -205,7 +220,7 @@ def test_all_copies_of_a_step_are_done_and_nothing_else(runner: ModelRunner) -> 
     plan = idle_plan(runner)
     pools = fill(runner, 0)
     copies = tuple(PageCopy(1 + i, 60 + 2 * i) for i in range(21))  # more than one batch of copies
-    runner.run(replace(plan, copies=copies))
+    run(runner, replace(plan, copies=copies))
     for pool, got in zip(pools, runner.kv_cache.kv_pages, strict=True):
         for copy in copies:
             pool[copy.dst] = pool[copy.src]
@@ -215,7 +230,7 @@ def test_all_copies_of_a_step_are_done_and_nothing_else(runner: ModelRunner) -> 
 def test_copies_come_before_the_steps_writes(runner: ModelRunner) -> None:
     plan = next(plan for plan in recorded_plans() if plan.copies)
     pools = fill(runner, 1)
-    runner.run(plan)
+    run(runner, plan)
     written = {int(at) // 4 for at in plan.slot_mapping[: plan.num_tokens]}
     assert {copy.dst for copy in plan.copies} & written
     for pool, got in zip(pools, runner.kv_cache.kv_pages, strict=True):
@@ -233,16 +248,17 @@ def test_swaps_out_come_before_swaps_in_and_those_before_copies(runner: ModelRun
     """One page goes out, gets another's content from the host, and that is copied on."""
     plan = idle_plan(runner)
     pools = fill(runner, 4)
-    runner.run(replace(plan, swaps_out=(PageMove(20, 1), PageMove(21, 2))))
-    runner.run(
+    run(runner, replace(plan, swaps_out=(PageMove(20, 1), PageMove(21, 2))))
+    run(
+        runner,
         replace(
             plan,
             swaps_out=(PageMove(22, 3),),
             swaps_in=(PageMove(22, 1), PageMove(23, 2)),
             copies=(PageCopy(22, 30), PageCopy(23, 31)),
-        )
+        ),
     )
-    result = runner.run(replace(plan, swaps_in=(PageMove(40, 3),)))
+    result = run(runner, replace(plan, swaps_in=(PageMove(40, 3),)))
     assert result.lost_host_pages == frozenset()
     for pool, got in zip(pools, runner.kv_cache.kv_pages, strict=True):
         pool[40] = pool[22]
@@ -255,21 +271,22 @@ def test_nothing_compiles_when_pages_move(runner: ModelRunner) -> None:
     plan = idle_plan(runner)
     out = tuple(PageMove(i, i) for i in range(1, 60))
     with compilations() as count:
-        runner.run(replace(plan, swaps_out=out[:3]))
-        runner.run(replace(plan, swaps_out=out[3:], swaps_in=out[:3]))
-        runner.run(replace(plan, swaps_in=out[3:]))
+        run(runner, replace(plan, swaps_out=out[:3]))
+        run(runner, replace(plan, swaps_out=out[3:], swaps_in=out[:3]))
+        run(runner, replace(plan, swaps_in=out[3:]))
     assert count["compiled"] == 0
 
 
 def test_a_damaged_host_page_is_an_error_before_anything_is_done(runner: ModelRunner) -> None:
     plan = idle_plan(runner)
-    runner.run(replace(plan, swaps_out=(PageMove(20, 1), PageMove(21, 2))))
+    run(runner, replace(plan, swaps_out=(PageMove(20, 1), PageMove(21, 2))))
     runner.host_pool.drain(wait=True)
     runner.host_pool._bytes[2, 7] ^= 16
     pools = fill(runner, 5)
     with pytest.raises(TransferError) as caught:
-        runner.run(
-            replace(plan, swaps_in=(PageMove(30, 1), PageMove(31, 2)), copies=(PageCopy(1, 2),))
+        run(
+            runner,
+            replace(plan, swaps_in=(PageMove(30, 1), PageMove(31, 2)), copies=(PageCopy(1, 2),)),
         )
     assert caught.value.host_pages == {2}
     for pool, got in zip(pools, runner.kv_cache.kv_pages, strict=True):
@@ -285,11 +302,11 @@ def test_a_lost_store_is_told_with_a_result(runner: ModelRunner) -> None:
 
     runner.host_pool.programs = {n: MovePrograms(failing, each.scatter) for n, each in good.items()}
     try:
-        result = runner.run(replace(plan, swaps_out=(PageMove(20, 7),)))
+        result = run(runner, replace(plan, swaps_out=(PageMove(20, 7),)))
     finally:
         runner.host_pool.programs = good
     assert result.lost_host_pages == {7}
-    assert runner.run(plan).lost_host_pages == frozenset()
+    assert run(runner, plan).lost_host_pages == frozenset()
 
 
 def test_rates_are_measured(runner: ModelRunner) -> None:
@@ -365,7 +382,7 @@ def test_warm_up_writes_no_page_and_no_row(runner: ModelRunner) -> None:
     pools = fill(runner, 2)
     state = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(runner._sampler)]
     for bucket in tiny_llm().engine.scheduler.config.buckets:
-        runner._call(bucket, runner._idle(bucket))
+        runner._call(bucket, runner.layout(bucket).idle(runner._config))
     for pool, got in zip(pools, runner.kv_cache.kv_pages, strict=True):
         np.testing.assert_array_equal(np.asarray(got), pool)
     for old, new in zip(state, jax.tree.leaves(runner._sampler), strict=True):
@@ -457,7 +474,7 @@ def test_packing_is_fresh_and_exact() -> None:
 
 
 def test_a_padding_row_asks_for_nothing(runner: ModelRunner) -> None:
-    result = runner.run(idle_plan(runner))
+    result = run(runner, idle_plan(runner))
     plan = idle_plan(runner)
     assert result.tokens.shape[0] >= len(plan.rows.slot)
     assert (plan.rows.target[plan.num_rows :] == NO_TARGET).all()

@@ -50,6 +50,7 @@ def tiny_engine(
     has_text: bool = True,
     seed: int = 0,
     eos_token_ids: frozenset[int] = EOS,
+    async_scheduling: bool = True,
     **sizes: Any,
 ) -> LLMEngine:
     """A fresh engine over the shared programs; `sizes` shrinks its part of the pool.
@@ -64,6 +65,7 @@ def tiny_engine(
         (tokenizer or ByteTokenizer()) if has_text else None,
         seed=seed,
         eos_token_ids=eos_token_ids,
+        async_scheduling=async_scheduling,
     )
 
 

@@ -20,9 +20,9 @@ FORMAT = 1
 MAX_BYTES = 2**20
 # Engine options that leave every answer as it is.
 _OPERATION = frozenset({
-    "enable_prefix_caching", "event_log", "max_num_batched_tokens", "max_num_seqs",
-    "max_queue_requests", "max_queue_tokens", "memory_utilization", "num_pages", "preemption_mode",
-    "priority_ageing", "swap_space", "victim_policy",
+    "async_scheduling", "enable_prefix_caching", "event_log", "max_num_batched_tokens",
+    "max_num_seqs", "max_queue_requests", "max_queue_tokens", "memory_utilization", "num_pages",
+    "preemption_mode", "priority_ageing", "swap_space", "victim_policy",
 })  # fmt: skip
 _STEP_SIZES = frozenset({"max_num_batched_tokens", "max_num_seqs"})
 

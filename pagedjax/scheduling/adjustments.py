@@ -79,6 +79,10 @@ class Adjustments:
         ]
         return BanState(num_output < self._min_tokens, frozenset(ends))
 
+    def state_after(self, num_output: int) -> BanState | None:
+        """What holds after so many tokens, whatever they are; None: it depends on them."""
+        return None if self._bad else BanState(num_output < self._min_tokens, frozenset())
+
     def row_update(self, slot: int, sequence: Sequence, state: BanState) -> RowUpdate:
         """The whole row of the slot that the sequence holds."""
         bias = dict(self._bias)

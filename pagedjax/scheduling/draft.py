@@ -9,13 +9,13 @@ away. Knows nothing of arrays or devices.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from itertools import islice
+from itertools import chain, islice
 from typing import Literal, NamedTuple
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.errors import IntegrityError
 from pagedjax.paging import HostTier, PageAllocator, PrefixCache
-from pagedjax.plan import ScheduledSequence
+from pagedjax.plan import FROM_SLOT, ScheduledSequence
 from pagedjax.request import Sequence
 from pagedjax.scheduling.admission import Admission, admission_of, looks_for_hits
 from pagedjax.scheduling.cost_model import CostModel
@@ -48,7 +48,8 @@ class StepDraft:
     Attributes:
       scheduled, lives, starts, slots: parallel: what runs, its record, its first position in
         this step and its slot.
-      front_tokens: of the first of them, as many as only run their last token: that token.
+      front_tokens: of the first of them, as many as only run their last token: that token, or
+        where the device has it.
       special: indices of those with prompt-logprob rows or with several samples.
       grown: those that need a page or a copy, with the positions they must cover, in order.
       victims: those that give all their pages up, in the order in which they were chosen.
@@ -56,6 +57,8 @@ class StepDraft:
       step: number of the step, for the plan.
       short_of_pages: the one at the front of the queue, where only pages kept it out.
       blocked: the head of the queue that stays, and why; None: nobody waits any more.
+      must_wait: a sequence needs a page that others would have to give up, while results are
+        awaited that may free some. The draft is not whole then, and must not be used.
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class StepDraft:
         cache: PrefixCache,
         host: HostTier,
         costs: CostModel,
+        *,
+        is_ahead: bool = False,
     ):
-        """Starts with whole budgets."""
+        """Starts with whole budgets; `is_ahead`: results of earlier steps are awaited."""
         self.scheduled: list[ScheduledSequence] = []
         self.lives: list[LiveSequence] = []
         self.starts: list[int] = []
@@ -78,6 +83,7 @@ class StepDraft:
         self.admitted: list[Admission] = []
         self.short_of_pages: LiveSequence | None = None
         self.blocked: Blocked | None = None
+        self.must_wait = False
         self.num_tokens = 0
         self.num_rows = 0
         self.step = 0
@@ -91,6 +97,9 @@ class StepDraft:
         self._num_parked = 0
         self._slots_left = 0  # for who is admitted
         self._reserved = 0  # pages that who is admitted must leave
+        self._is_ahead = is_ahead
+        self._num_visited = 0  # running sequences that the front has seen
+        self._passed: list[LiveSequence] = []  # by the front: their results must be read first
 
     def park(self, idle: LiveSequence) -> None:
         """An idle lane of a beam search gives its pages up; to be called first of all."""
@@ -102,20 +111,25 @@ class StepDraft:
         """Gives each running sequence its tokens, oldest first; preempts among the later ones."""
         kept = list(running)  # victims leave it, behind the place where the loop is
         budget = self._config.max_num_batched_tokens
-        done = self._decode_front(running)
+        self._decode_front(running)
+        done = self._num_visited
         for at, live in enumerate(islice(kept, done, None), done + 1):
             if self.num_tokens >= budget:
                 return
-            if live.in_flight is not None or live.offers is not None:
+            if live.offers is not None:
                 continue
             sequence = live.sequence
-            start = sequence.num_computed_tokens
-            num_tokens, num_prompt_rows, num_samples = 1, 0, 1
-            is_decode = start == len(sequence.tokens) - 1 and live.owner.is_forked
-            if not is_decode or self.num_rows >= self._max_rows:
-                num_tokens, num_prompt_rows, num_samples = self._chunk(live, start)
-                if num_tokens == 0:
+            start: int | None = sequence.num_computed_tokens
+            if live.in_flight is not None:
+                start = live.start_ahead()
+                if start is None:
                     continue
+            num_tokens, num_prompt_rows, num_samples = 1, 0, 1
+            is_decode = start >= len(sequence.tokens) - 1 and live.owner.is_forked
+            if not is_decode:
+                num_tokens, num_prompt_rows, num_samples = self._chunk(live, start)
+            if num_tokens == 0 or self.num_rows + num_samples > self._max_rows:
+                continue
             total = start + num_tokens
             needs_page = total > live.capacity or live.shares_tail
             if needs_page and not self._make_room(live, total, kept, at):
@@ -135,7 +149,7 @@ class StepDraft:
         it is in the queue, and those behind it may pass. The slots and pages that it will need
         are kept, so that nobody who passes makes it wait longer.
         """
-        if not waiting:
+        if not waiting or self.must_wait:
             return
         gives_way = len(self.victims) > self._num_parked
         if gives_way or not free_slots or self.num_tokens >= self._config.max_num_batched_tokens:
@@ -207,25 +221,33 @@ class StepDraft:
         self._slots_left -= live.width
         return Blocked(live, "prefix", shared, maker=awaited.maker)
 
-    def _decode_front(self, running: Seq[LiveSequence]) -> int:
+    def _decode_front(self, running: Seq[LiveSequence]) -> None:
         """Plans those at the front that run their last token and have, or find, the page for it.
 
-        Most of what runs is there, and all it needs is a short loop. Returns how many it planned.
+        Most of what runs is there, and all it needs is a short loop. Those whose result must be
+        read first are passed over.
         """
         scheduled, lives, starts, slots = self.scheduled, self.lives, self.starts, self.slots
         front_tokens = self.front_tokens
         free_pages = self._pages.free
-        for row, live in enumerate(running[: self._max_rows]):
+        row = 0
+        for live in running:
             sequence = live.sequence
             tokens, start, slot = sequence.tokens, sequence.num_computed_tokens, sequence.slot
-            if (
-                start != len(tokens) - 1
-                or live.in_flight is not None
-                or live.shares_tail
-                or slot is None
-                or not live.owner.is_forked
-            ):
+            if row == self._max_rows or live.shares_tail or slot is None:
                 break
+            if live.in_flight is None:
+                if start != len(tokens) - 1 or not live.owner.is_forked:
+                    break
+                token = tokens[start]
+            else:
+                start = live.start_ahead()
+                if start is None:
+                    self._passed.append(live)
+                    continue
+                if start != len(tokens):
+                    break
+                token = FROM_SLOT - slot
             if start >= live.capacity:
                 if free_pages == 0:
                     break
@@ -238,10 +260,11 @@ class StepDraft:
             lives.append(live)
             starts.append(start)
             slots.append(slot)
-            front_tokens.append(tokens[start])
+            front_tokens.append(token)
+            row += 1
         self._pages.free = free_pages
-        self.num_tokens = self.num_rows = len(scheduled)
-        return len(scheduled)
+        self.num_tokens = self.num_rows = row
+        self._num_visited = row + len(self._passed)
 
     @property
     def is_decode(self) -> bool:
@@ -295,6 +318,9 @@ class StepDraft:
     def _make_room(self, live: LiveSequence, total: int, kept: list[LiveSequence], at: int) -> bool:
         """Counts the pages that `live` needs; False when it had to give way itself."""
         while (needed := self._pages_needed(live, total)) > self._pages.free:
+            if self._is_ahead:
+                self.must_wait = True
+                return False
             if len(kept) == 1:
                 raise IntegrityError(
                     f"the oldest sequence, {live.key}, must fit alone. Got {total} positions, "
@@ -330,14 +356,14 @@ class StepDraft:
         pages = sum((start + 1) % size == 0 for start in self.starts[:front])
         triples = zip(self.lives[front:], self.starts[front:], self.scheduled[front:], strict=True)
         ends = {live: start + s.num_tokens for live, start, s in triples}
-        return pages + sum(self._reserve(live, ends.get(live)) for live in running[front:])
+        others = chain(self._passed, islice(running, self._num_visited, None))
+        return pages + sum(self._reserve(live, ends.get(live)) for live in others)
 
     def _reserve(self, live: LiveSequence, end: int | None) -> int:
         """Pages to keep for a running sequence: of known tokens past `end`, and of its next one."""
         if end is None:
-            flight = 0 if live.in_flight is None else live.in_flight.num_tokens
-            end = live.sequence.num_computed_tokens + flight
-        num_tokens = live.sequence.num_tokens
+            end = live.sequence.num_computed_tokens + live.num_in_flight
+        num_tokens = max(live.sequence.num_tokens, end)
         is_full = num_tokens % self._config.page_size == 0
         next_pages = live.width if is_full else live.width - 1
         return self._pages_for(num_tokens) - self._pages_for(end) + next_pages

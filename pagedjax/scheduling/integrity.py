@@ -119,7 +119,7 @@ def _check_slots(config: SchedulerConfig, roster: Roster) -> None:
 def _check_waiting(live: LiveSequence, config: SchedulerConfig) -> None:
     sequence, table = live.sequence, live.table
     facts = (sequence.status, sequence.slot, table.pages, live.capacity, live.restored)
-    if facts != (SequenceStatus.WAITING, None, [], 0, None) or live.in_flight:
+    if facts != (SequenceStatus.WAITING, None, [], 0, None) or live.in_flight or live.ahead:
         raise IntegrityError(
             f"waiting sequence {live.key} must hold nothing of the device. Got (status, slot, "
             f"pages, capacity, restored): {facts}, in flight: {live.in_flight is not None}."
@@ -143,7 +143,8 @@ def _check_running(
             f"running sequence {live.key} must have no host pages, or {num_host} while they are "
             f"brought in. Got {live.host_pages}, brought in {live.restored}."
         )
-    flight = 0 if live.in_flight is None else live.in_flight.num_tokens
+    flight = live.num_in_flight
+    drawn = live.in_flight.num_samples if live.in_flight is not None and live.ahead else 0
     computed = sequence.num_computed_tokens
     expected = -(-(computed + flight) // size)
     if len(pages) != expected or live.capacity != expected * size:
@@ -152,7 +153,7 @@ def _check_running(
             f"scheduled positions. Got {len(pages)}, capacity {live.capacity}."
         )
     is_idle = not flight and computed == sequence.num_tokens
-    if computed + flight > sequence.num_tokens or is_idle != (live.offers is not None):
+    if computed + flight > sequence.num_tokens + drawn or is_idle != (live.offers is not None):
         raise IntegrityError(
             f"sequence {live.key} must have a token to run. Got {computed} computed and {flight} "
             f"scheduled of {sequence.num_tokens}."

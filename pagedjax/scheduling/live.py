@@ -35,6 +35,7 @@ class LiveSequence:
     capacity: int = 0  # positions that the table's pages cover
     shares_tail: bool = False  # forked, and its partial last page may have other holders still
     in_flight: ScheduledSequence | None = None  # what a plan computes whose result is not read yet
+    ahead: ScheduledSequence | None = None  # what the plan after that one computes
     decode_note: ScheduledSequence | None = None  # of its last decode step, to be used again
     row_state: BanState | None = None  # what its slot's sampler row says; None: nothing of it yet
     # Of beam search: what may follow its last token. It is idle, with nothing to run, until the
@@ -59,6 +60,13 @@ class LiveSequence:
         return 1 if self.owner.is_forked else len(self.owner.members)
 
     @property
+    def num_in_flight(self) -> int:
+        """Positions that plans compute whose results are not read yet."""
+        if self.in_flight is None:
+            return 0
+        return self.in_flight.num_tokens + (0 if self.ahead is None else self.ahead.num_tokens)
+
+    @property
     def held_slot(self) -> int:
         """Its slot, which it must have."""
         slot = self.sequence.slot
@@ -70,6 +78,35 @@ class LiveSequence:
     def num_draws(self) -> int:
         """Rows that draw once its tokens are run: at the fork of samples, one for each of them."""
         return self.width if self.owner.beams is None else 1
+
+    def start_ahead(self) -> int | None:
+        """First position for a step behind the one in flight; None: its result must be read first.
+
+        What that step draws is not known to the host, only that it draws. So it must not end the
+        sequence by its length, fork it or change what its slot's sampler row says.
+        """
+        flight, owner = self.in_flight, self.owner
+        if (
+            flight is None
+            or self.ahead is not None
+            or self.restored is not None
+            or owner.beams is not None
+            or not owner.is_forked
+            or flight.num_prompt_rows
+        ):
+            return None
+        sequence = self.sequence
+        start = sequence.num_computed_tokens + flight.num_tokens
+        if flight.num_samples == 0:
+            return start
+        num_output = start + 1 - sequence.num_prompt_tokens
+        if num_output >= owner.max_output_tokens:
+            return None
+        if owner.adjustments is not None:
+            state = owner.adjustments.state_after(num_output)
+            if state is None or state != self.row_state:
+                return None
+        return start
 
     def catch_up(self) -> None:
         """Tells the table of positions that were computed without a new page.
@@ -87,12 +124,13 @@ class LiveSequence:
         self.sequence.num_computed_tokens = 0
 
     def rewind(self) -> None:
-        """What the plan in flight was to compute is to be scheduled anew; nothing was written."""
-        computed = self.sequence.num_computed_tokens
-        if self.table.num_tokens > computed:
-            self.table.truncate(computed)
+        """What the last plan was to compute is to be scheduled anew; nothing was written."""
+        self.in_flight = None if self.ahead is None else self.in_flight
+        self.ahead = self.row_state = self.restored = None
+        planned = self.sequence.num_computed_tokens + self.num_in_flight
+        if self.table.num_tokens > planned:
+            self.table.truncate(planned)
         self.capacity = self.table.capacity
-        self.in_flight = self.row_state = self.restored = None
 
     def grow(self, num_tokens: int) -> PageCopy | None:
         """Makes positions up to `num_tokens` writable; inside a transaction."""

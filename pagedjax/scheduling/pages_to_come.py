@@ -55,12 +55,12 @@ class PagesToCome:
         Args:
           lives: what runs in the step; may grow, and what is added is seen.
           running: what ran before it; the results of some may be awaited.
-          num_decoding: so many at the front of both fill no page that others could wait for.
+          num_decoding: so many at the front of `lives` fill no page that others could wait for.
           page_size: token positions of one page.
         """
         self._lives = lives
         self._num_seen = num_decoding  # of `lives`
-        self._late: Seq[LiveSequence] | None = running[num_decoding:]  # None: seen
+        self._late: Seq[LiveSequence] | None = running  # None: seen
         self._size = page_size
         self._num_pages = -(-WORTH_WAITING // page_size)  # that are worth it
         self._makers: list[LiveSequence] = []

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pagedjax.config import SchedulerConfig
 from pagedjax.plan import (
     F32,
+    FROM_SLOT,
     I32,
     NO_TARGET,
     U32,
@@ -29,7 +30,7 @@ from pagedjax.scheduling.live import LiveSequence
 from pagedjax.scheduling.page_work import PageWork
 
 # Rows of the per-slot parameter tables.
-INTS = ("slot", "counts", "sample", "num_logprobs", "top_k")
+INTS = ("slot", "token_slot", "counts", "sample", "num_logprobs", "top_k")
 FLOATS = (
     "temperature",
     "top_p",
@@ -58,7 +59,13 @@ class PlanBuilder:
         self._ramp = np.arange(config.max_rows)
         past = config.num_pages * config.page_size
         self._past_the_pool = past + np.arange(config.buckets[-1], dtype=np.int32)
-        neutral = {"slot": none, "num_logprobs": NO_LOGPROBS, "top_p": 1, "repetition_penalty": 1}
+        neutral = {
+            "slot": none,
+            "token_slot": none,
+            "num_logprobs": NO_LOGPROBS,
+            "top_p": 1,
+            "repetition_penalty": 1,
+        }
         for table, names in ((self._ints, INTS), (self._floats, FLOATS)):
             table[:] = np.array([neutral.get(name, 0) for name in names])[:, None]
 
@@ -139,7 +146,8 @@ class PlanBuilder:
         params = request.params
         logprobs = NO_LOGPROBS if params.row_logprobs is None else params.row_logprobs
         row = self._config.max_num_seqs if owner.adjustments is None else slot
-        ints = [row, int(params.has_penalties), live.sequence.sample, logprobs, params.top_k]
+        counts = int(params.has_penalties)
+        ints = [row, slot, counts, live.sequence.sample, logprobs, params.top_k]
         floats = [getattr(params, name) for name in FLOATS]
         return ints, floats, [request.seed >> 32, request.seed & 0xFFFFFFFF]
 
@@ -234,8 +242,12 @@ def _packed_tokens(draft: StepDraft) -> I32:
     front = len(draft.front_tokens)
     if front == draft.num_tokens:
         return np.array(draft.front_tokens, np.int32)
-    spans = zip(draft.scheduled[front:], draft.starts[front:], strict=True)
-    tokens = [s.sequence.tokens[start : start + s.num_tokens] for s, start in spans]
+    spans = list(zip(draft.scheduled, draft.starts, draft.slots, strict=True))[front:]
+    tokens = [
+        # Past its tokens: the last one is not read yet.
+        s.sequence.tokens[start : start + s.num_tokens] or [FROM_SLOT - slot]
+        for s, start, slot in spans
+    ]
     packed = chain(draft.front_tokens, chain.from_iterable(tokens))
     return np.fromiter(packed, np.int32, draft.num_tokens)
 

@@ -74,7 +74,7 @@ class ResultReader:
             self._forget_pages(live)
             message = _corrupted_message(sequence)
             return self._roster.close_all(live.owner, FinishReason.ERROR, message)
-        live.in_flight = None
+        live.in_flight, live.ahead = live.ahead, None
         self._count_computed(live, scheduled.num_tokens)
         for row in range(first, drawing):
             logprobs = sequence.prompt_logprobs
@@ -94,7 +94,7 @@ class ResultReader:
     def read_token(self, live: LiveSequence, token: int) -> None:
         """What `read` does for a plain sequence that decoded: one token more."""
         self._count_computed(live, 1)
-        live.in_flight = None
+        live.in_flight, live.ahead = live.ahead, None
         self._end_or_go_on(live, token)
 
     def _count_computed(self, live: LiveSequence, num_tokens: int) -> None:

@@ -196,7 +196,7 @@ class Roster:
             insort(self.free_slots, sequence.slot)
         sequence.slot = None
         sequence.epoch += 1
-        live.in_flight = live.row_state = None
+        live.in_flight = live.ahead = live.row_state = None
         live.capacity = 0
         live.shares_tail = False
         live.restored = None

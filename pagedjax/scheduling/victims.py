@@ -91,8 +91,6 @@ class VictimChooser:
         num_pages_free: int,
     ) -> Victim:
         """What becomes of a victim's pages; counts the host pages that it takes."""
-        if live.host_pages:  # it was just brought in, and nothing was read of it since
-            return Victim(live, "swap", needed_by, num_pages_needed, num_pages_free)
         contents, host_pages = self._contents(live)
         taken = self._host_pages_taken(contents, host_pages)
         mode: Mode = "recompute"

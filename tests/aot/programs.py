@@ -21,6 +21,7 @@ from pagedjax import runner
 from pagedjax.config import SchedulerConfig
 from pagedjax.kv_cache import KVCache
 from pagedjax.models.decoder import Decoder, ModelConfig
+from pagedjax.packing import PackedLayout, neutral_row
 from pallas_kernels import attention_plan, tuning
 from pallas_kernels.attention_plan import Problem
 from pallas_kernels.kv_update import copy_pages, write_kv
@@ -170,17 +171,15 @@ def _step(case: Case) -> Program:
     def merge(arrays: Any) -> Any:
         return nnx.merge(graphdef, jax.tree.unflatten(tree, arrays))
 
-    layout = runner.PackedLayout(
-        case.num_tokens, config.rows_in(case.num_tokens), config.pages_per_seq
-    )
+    layout = PackedLayout(case.num_tokens, config.rows_in(case.num_tokens), config.pages_per_seq)
     cache = KVCache(tuple(_pool(case) for _ in range(LAYERS)))  # pyright: ignore[reportArgumentType]
-    static = {
-        "implementation": None,
-        "max_q_len": 1 if config.is_decode_bucket(case.num_tokens) else None,
-    }
-    neutral = np.tile(runner._neutral_row(config), (config.max_rows, 1))
-    fn = functools.partial(runner._forward, merge, layout, static, neutral)
-    return Program(fn, (tuple(leaves), cache, _i32(layout.size)), (1,), cache.kv_pages)
+    is_decode = config.is_decode_bucket(case.num_tokens)
+    static = {"implementation": None, "max_q_len": 1 if is_decode else None}
+    neutral = np.tile(neutral_row(config), (config.max_rows, 1))
+    shape = runner.StepShape(layout, static, neutral)
+    fn = functools.partial(runner.forward_pass, merge, shape)
+    arguments = (tuple(leaves), cache, _i32(config.max_num_seqs), _i32(layout.size))
+    return Program(fn, arguments, (1,), cache.kv_pages)
 
 
 SIZES: dict[str, Any] = {
