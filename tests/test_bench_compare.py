@@ -177,6 +177,21 @@ def test_who_failed_is_tried_again_in_the_next_setting(compared: Any) -> None:
     assert [row["concurrency"] for row in results.rows] == [1, 8]
 
 
+def test_an_interrupt_leaves_the_rows_that_are_complete(
+    start: Callable[[str], PeerProcess], tmp_path: Path
+) -> None:
+    def note(line: str) -> None:
+        if "B at 2 in float32, run 1" in line:
+            raise KeyboardInterrupt
+
+    asked = comparison(tmp_path, peers=[])
+    workloads = {"A": asked.workloads["A"], "B": asked.workloads["A"]}
+    comparer = Comparer(comparison(tmp_path, peers=[], workloads=workloads), start, note)
+    results = comparer.run()
+    assert [row["workload"] for row in results.rows] == ["A"]
+    assert results.failures == ["interrupted: the workloads that follow were not run"]
+
+
 def test_without_ours_there_are_no_ratios(compared: Any) -> None:
     results, _ = compared({"pagedjax": "ours:crash2", "vllm": "slow"})
     (row,) = results.rows

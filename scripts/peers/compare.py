@@ -88,20 +88,30 @@ class Comparer:
         self.results = Results()
 
     def run(self) -> Results:
-        """Everything that is asked; an engine that fails sits out until the next start."""
-        for dtype in self._asked.dtypes:
-            for concurrency in self._asked.concurrencies:
-                engines: dict[str, PeerProcess] = {}
-                try:
-                    for name in (OURS, *self._asked.peers):
-                        self._load(engines, name, dtype, concurrency)
-                    for workload in self._asked.workloads:
-                        where = {"workload": workload, "concurrency": concurrency, "dtype": dtype}
-                        self.results.rows += self._rows(engines, where)
-                finally:
-                    for engine in engines.values():
-                        engine.close()
+        """Everything that is asked; an engine that fails sits out until the next start.
+
+        Ctrl-C ends it with the rows that are complete.
+        """
+        try:
+            for dtype in self._asked.dtypes:
+                for concurrency in self._asked.concurrencies:
+                    self._setting(dtype, concurrency)
+        except KeyboardInterrupt:
+            self.results.failures.append("interrupted: the workloads that follow were not run")
         return self.results
+
+    def _setting(self, dtype: str, concurrency: int) -> None:
+        """Starts all engines for one dtype and concurrency, and runs every workload."""
+        engines: dict[str, PeerProcess] = {}
+        try:
+            for name in (OURS, *self._asked.peers):
+                self._load(engines, name, dtype, concurrency)
+            for workload in self._asked.workloads:
+                where = {"workload": workload, "concurrency": concurrency, "dtype": dtype}
+                self.results.rows += self._rows(engines, where)
+        finally:
+            for engine in engines.values():
+                engine.close()
 
     def _load(
         self, engines: dict[str, PeerProcess], name: str, dtype: str, concurrency: int
