@@ -46,7 +46,7 @@ def answer(requests: list[dict[str, object]], seconds: float, fault: str, run: i
     for request in requests:
         tokens = list(range(int(str(request["max_new"]))))
         if fault == "other":
-            tokens[-1] = -1
+            tokens[-1] = 1000
         times = [0.001 * (i + 1) for i in range(len(tokens))]
         records.append({"arrival_s": request["arrival_s"], "tokens": tokens, "times": times})
     return {"ok": {"seconds": seconds * run, "requests": records}}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from scripts.peers import hf_peer, llama_cpp_peer, openvino_peer, vllm_peer
-from scripts.peers.drive import drive
+from scripts.peers.drive import UNKNOWN_TOKEN, drive
 
 SETTINGS = {
     "model": "model",
@@ -64,6 +64,10 @@ def test_llama_cpp_streams_over_http() -> None:
     try:
         assert engine.version == "version: 1 (fake)"
         assert tokens(engine) == EXPECTED
+        (record,) = drive(engine, [{"prompt_ids": [7, 7], "max_new": 5}])["requests"]
+        assert record["tokens"] == [2, UNKNOWN_TOKEN, 2, 2, UNKNOWN_TOKEN]
+        with pytest.raises(RuntimeError, match=r"llama-server broke off: .*no room"):
+            drive(engine, [{"prompt_ids": [11], "max_new": 1}])
         with pytest.raises(RuntimeError, match=r"llama-server answered 400: .*unlucky"):
             drive(engine, [{"prompt_ids": [13], "max_new": 1}])
         engine._server.kill()

@@ -12,6 +12,7 @@ import pytest
 
 from scripts.peers import catalog, command, comparison_table, measures
 from scripts.peers.compare import Comparer, Comparison, Results, in_turn
+from scripts.peers.drive import UNKNOWN_TOKEN
 from scripts.peers.processes import PeerFailed, PeerProcess
 
 FAKE = Path(__file__).parent / "fake_peer.py"
@@ -267,6 +268,8 @@ def test_agreement_counts_tokens_before_a_difference() -> None:
     told = measures.agreement([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]])
     assert told == {"requests": 0.5, "tokens": pytest.approx(4 / 6)}
     assert measures.agreement([[1, 2]], [[1]])["requests"] == 0.0
+    unknown = measures.agreement([[1, 2, 3]], [[1, UNKNOWN_TOKEN, 3]])
+    assert unknown == {"requests": 1.0, "tokens": 1.0}
 
 
 # ------------------------------------------------------------------------------ the command line

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+UNKNOWN_TOKEN = -1  # a token that an engine counted without telling which it was
+
 
 class WrongAnswer(Exception):
     """An engine gave another number of tokens than it was asked for."""

@@ -16,13 +16,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import orphans
+from .drive import UNKNOWN_TOKEN
 
 _SERVER = "llama-server"
+_SPARE = 64  # it ends an answer that reaches the last position of its context
 
 
 def find() -> None:
@@ -36,7 +38,7 @@ def load(settings: dict[str, Any]) -> LlamaCppPeer:
         "--threads": settings["threads"],
         "--threads-batch": settings["threads"],
         "--parallel": settings["concurrency"],
-        "--ctx-size": settings["kv_tokens"],
+        "--ctx-size": settings["kv_tokens"] + _SPARE,
         "--cache-type-k": _KINDS[settings["dtype"]],
         "--cache-type-v": _KINDS[settings["dtype"]],
         **settings.get("options", {}),
@@ -63,6 +65,34 @@ def server_path() -> str:
     if found is None:
         raise FileNotFoundError(f"{_SERVER} is neither beside {sys.executable} nor on PATH")
     return found
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[tuple[list[int], bool]]:
+    """New tokens, and whether they were the last, event by event."""
+    if response.status != 200:
+        raise RuntimeError(f"{_SERVER} answered {response.status}: {response.read()!r:.300}")
+    count = 0
+    for line in response:
+        if line.startswith(b"data: {"):
+            told = json.loads(line[6:])
+            if "error" in told:
+                raise RuntimeError(f"{_SERVER} broke off: {told['error']}")
+            tokens = _whole(told, count)
+            count += len(tokens)
+            yield tokens, told["stop"]
+
+
+def _whole(told: dict[str, Any], count: int) -> list[int]:
+    """An event's tokens, with those that it holds back.
+
+    A token that ends within a character of several bytes has no event. The next event's count tells
+    that it was there, not which it was.
+
+    Args:
+      count: tokens that came before.
+    """
+    held_back = max(0, told["tokens_predicted"] - count - len(told["tokens"]))
+    return [UNKNOWN_TOKEN] * held_back + told["tokens"]
 
 
 class LlamaCppPeer:
@@ -116,22 +146,17 @@ class LlamaCppPeer:
             return advanced
 
     def _read(self, index: int, body: dict[str, Any]) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port)
         try:
-            connection = http.client.HTTPConnection("127.0.0.1", self._port)
             headers = {"Content-Type": "application/json"}
             connection.request("POST", "/completion", json.dumps(body), headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise RuntimeError(
-                    f"{_SERVER} answered {response.status}: {response.read()!r:.300}"
-                )
-            for line in response:
-                if line.startswith(b"data: {"):
-                    told = json.loads(line[6:])
-                    self._came.put((index, told.get("tokens") or [], bool(told.get("stop"))))
-            connection.close()
+            with connection.getresponse() as response:
+                for tokens, ended in _events(response):
+                    self._came.put((index, tokens, ended))
         except Exception as error:  # of any kind: `step` has to hear of it
             self._came.put(error)
+        finally:
+            connection.close()
 
     def _wait_until_ready(self) -> None:
         while True:
@@ -140,8 +165,9 @@ class LlamaCppPeer:
             connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
             try:
                 connection.request("GET", "/health")
-                if connection.getresponse().status == 200:
-                    return
+                with connection.getresponse() as response:
+                    if response.status == 200:
+                        return
             except OSError:
                 pass  # it does not listen yet
             finally:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from .drive import UNKNOWN_TOKEN
+
 PERCENTILES = (50, 90, 99)
 
 
@@ -75,10 +77,14 @@ def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) ->
 
     Returns:
       `requests`: the share of answers that are equal; `tokens`: the share of tokens before an
-      answer's first difference (after it, two answers continue different texts).
+      answer's first difference (after it, two answers continue different texts). An unknown token
+      counts as equal.
     """
     same = [_common(one, other) for one, other in zip(ours, theirs, strict=True)]
-    equal = sum(list(one) == list(other) for one, other in zip(ours, theirs, strict=True))
+    equal = sum(
+        count == len(one) == len(other)
+        for count, one, other in zip(same, ours, theirs, strict=True)
+    )
     return {"requests": equal / len(same), "tokens": sum(same) / sum(len(one) for one in ours)}
 
 
@@ -88,6 +94,6 @@ def _gaps(record: dict[str, Any]) -> list[float]:
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
     for position, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
+        if a != b and UNKNOWN_TOKEN not in (a, b):
             return position
     return min(len(one), len(other))
