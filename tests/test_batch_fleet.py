@@ -412,6 +412,33 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         cluster.connect("", None, stack)
 
 
+class SlowRay:
+    """Starts at its third attempt, if it does."""
+
+    def __init__(self, *errors: str) -> None:
+        self.errors, self.calls = list(errors), list[str]()
+
+    def init(self, **how: Any) -> None:
+        self.calls.append(how["address"])
+        if self.errors:
+            raise RuntimeError(self.errors.pop(0))
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+def test_a_cluster_that_is_slow_to_start_gets_another_chance() -> None:
+    ray = SlowRay("the node timed out", "the node timed out")
+    cluster.start(ray)
+    assert ray.calls == ["local", "shutdown", "local", "shutdown", "local"]
+    with pytest.raises(RuntimeError, match="timed out"):
+        cluster.start(SlowRay(*["it timed out"] * 3))
+    other = SlowRay("no such folder", "and no other")
+    with pytest.raises(RuntimeError, match="no such folder"):
+        cluster.start(other)
+    assert other.calls == ["local", "shutdown"]
+
+
 class FakeRay:
     """What a cluster offers."""
 

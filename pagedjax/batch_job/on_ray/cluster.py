@@ -20,6 +20,7 @@ from pagedjax.batch_job.errors import CannotStart
 
 LOCAL = ""  # the address of a cluster that is started here
 OBJECT_STORE_BYTES = 256 * 2**20  # of a cluster that is started here: only texts go through it
+START_ATTEMPTS = 3
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Set before Ray is imported, unless the user did.
 _QUIET = {
@@ -77,7 +78,7 @@ def connect(address: str, num_workers: int | None, stack: ExitStack) -> Cluster:
     try:
         with _own_signals(), _silence():
             if address == LOCAL:
-                ray.init(address="local", **local, **quiet)
+                start(ray, **local, **quiet)
             else:
                 ray.init(address=address, **quiet)
         return offer(ray, num_workers)
@@ -141,6 +142,18 @@ def _import() -> Any:
             data.removeHandler(handler)
     data.propagate = False
     return ray
+
+
+def start(ray: Any, **how: Any) -> None:
+    """Starts a cluster; Ray gives one 30 s, which a busy machine may exceed, so not once only."""
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            ray.init(address="local", **how)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if attempt == START_ATTEMPTS or "timed out" not in str(error):
+                raise
 
 
 def _leave(ray: Any) -> None:
