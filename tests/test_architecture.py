@@ -46,9 +46,9 @@ MAX_POSITIONAL = 7  # parameters that can be passed by position, self not counte
 # any kind, checks ahead, progress. `pagedjax plan` has 400, and what it needs of start-up and of
 # the loader, 200 of the core. Waiting for a prefix that another request computes has 150. Keeping
 # compiled programs between starts takes 650: what decides them, the files, reading them in the
-# background, and a record of each. Products as a CPU is fast at them have 60. Steps that are launched
-# before the last one was read took 200. The same batch job on the machines of a cluster has 1,300:
-# what is left of it when some of them die.
+# background, and a record of each. Products as a CPU is fast at them have 60. Steps that are
+# launched before the last one was read took 200. The same batch job on the machines of a cluster
+# has 1,300: what is left of it when some of them die.
 MAX_CORE, MAX_EDGES = 15_160, 7_150
 EDGES = {
     "batch_job", "chat_template", "cli", "doctor", "explain", "grammar", "history", "memory_plan",
