@@ -5,12 +5,13 @@ A facade by composition: `llm.engine` is the engine, `llm.report` what start-up 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from pagedjax.config import EngineConfig
 from pagedjax.errors import ConfigError, RequestError
 from pagedjax.intake import prompt_fields
 from pagedjax.interrupts import DeferredInterrupt
-from pagedjax.programs import CompiledProgram
+from pagedjax.programs import CompiledProgram, Countdown
 from pagedjax.request import RequestOutput, SamplingParams
 from pagedjax.startup import ModelFacts, start_engine
 from pagedjax.tokenizer import TextTokenizer, Tokenizer
@@ -59,7 +60,7 @@ class LLM:
         *,
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
         chat_template: str | None = None,
-        progress: bool | None = None,
+        progress: bool | Callable[[str], None] | None = None,
         **options: Any,
     ) -> None:
         """Loads, sizes the pool and compiles; afterwards nothing compiles any more.
@@ -70,7 +71,8 @@ class LLM:
           tokenizer: what `encode`s and `decode`s, or a directory with a tokenizer.json; None: the
             model's own. Without one, prompts are token ids and answers have no text.
           chat_template: Jinja source for `chat`; None: the model's own.
-          progress: show progress while loading and compiling; None: on a terminal.
+          progress: show a bar while compiling, and a line for each program that was compiled;
+            None: on a terminal. Or a function that gets the lines.
           **options: of the engine, see `pagedjax.config.EngineConfig`.
 
         Raises:
@@ -302,10 +304,15 @@ class _Ask:
 class _CompileBar:
     """A progress bar over an engine's programs, made when the first one is ready."""
 
-    def __init__(self, show: bool) -> None:
-        self._bar = tqdm(desc="compiling", unit="program", disable=not show, leave=False)
+    def __init__(self, show: bool | Callable[[str], None]) -> None:
+        self._tell = show if callable(show) else functools.partial(tqdm.write, file=sys.stderr)
+        self._bar = tqdm(desc="compiling", unit="program", disable=show is not True, leave=False)
+        self._countdown, self._shows = Countdown(), bool(show)
 
     def __call__(self, program: CompiledProgram, done: int, total: int) -> None:
+        line = self._countdown.line(program, done, total)
+        if line is not None and self._shows:
+            self._tell(line)
         self._bar.total = total
         self._bar.set_postfix_str(program.name, refresh=False)
         self._bar.update(done - self._bar.n)

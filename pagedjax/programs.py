@@ -95,6 +95,27 @@ class CompiledProgram:
         return f"{self.name}: {how}, {self.seconds:.1f} s"
 
 
+class Countdown:
+    """Says how long the rest of a start will be compiling; made when it begins."""
+
+    def __init__(self) -> None:
+        """Begins now."""
+        self._started = time.monotonic()
+        self._num_compiled = 0
+
+    def line(self, program: CompiledProgram, done: int, total: int) -> str | None:
+        """A line about the newest program; None for one that was kept.
+
+        The largest programs come first, so what is left is rather less than it says.
+        """
+        if program.is_kept:
+            return None
+        self._num_compiled += 1
+        each = (time.monotonic() - self._started) / self._num_compiled
+        left = f", at most {each * (total - done):.0f} s to go" if done < total else ""
+        return f"{program} ({done} of {total}{left})"
+
+
 type Progress = Callable[[CompiledProgram, int, int], None]  # the newest; done, of
 
 

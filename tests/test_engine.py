@@ -693,9 +693,10 @@ NUM_REQUESTS = 2_000
 
 
 class Soak:
-    """Two thousand random requests of every kind on the real model, some aborted at any moment."""
+    """Many random requests of every kind on the real model, some aborted at any moment."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_requests: int = NUM_REQUESTS) -> None:
+        self.num_requests = num_requests
         self.engine = tiny_engine(num_pages=33, seed=3)
         self.rng = np.random.default_rng(17)
         self.prefixes = self.rng.integers(0, VOCAB, (4, 24)).tolist()
@@ -706,8 +707,8 @@ class Soak:
 
     def run(self) -> None:
         engine, rng, steps = self.engine, self.rng, 0
-        while len(self.params) < NUM_REQUESTS or engine.has_unfinished:
-            while len(self.params) < NUM_REQUESTS and engine.scheduler.num_waiting < 4:
+        while len(self.params) < self.num_requests or engine.has_unfinished:
+            while len(self.params) < self.num_requests and engine.scheduler.num_waiting < 4:
                 self.add()
             if rng.random() < 0.05:
                 self.abort()

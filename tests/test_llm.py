@@ -14,6 +14,7 @@ import pytest
 from pagedjax import LLM, ConfigError, RequestError, RequestOutput, SamplingParams
 from pagedjax import llm as llm_module
 from pagedjax.plan import StepPlan
+from pagedjax.programs import CompiledProgram
 from tests.helpers import VOCAB, ByteTokenizer, TinyLM, dense_greedy
 from tests.tiny_engine import tiny_engine, tiny_llm, tokens_of
 
@@ -307,21 +308,25 @@ def test_unknown_options_and_models_are_refused() -> None:
 
 
 def test_the_start_is_given_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
+    seen, told = list[Any](), list[str]()
+    tiny_llm()  # made before what makes it is replaced
 
     def start(*args: Any) -> Any:
         seen.extend(args)
-        args[-1](1, 2)
+        args[-1](CompiledProgram("step", 1.0, is_kept=False), 1, 2)
         return tiny_engine(), tiny_llm().report
 
     monkeypatch.setattr(llm_module, "start_engine", start)
     model, tokenizer = TinyLM(), ByteTokenizer()
-    LLM(model, tokenizer=tokenizer, max_num_seqs=3, gpu_memory_utilization=0.4, seed=9)
+    sizes: dict[str, Any] = {"max_num_seqs": 3, "gpu_memory_utilization": 0.4, "seed": 9}
+    LLM(model, tokenizer=tokenizer, progress=told.append, **sizes)
+    assert told == ["step: compiled, 1.0 s (1 of 2, at most 0 s to go)"]
     got_model, got_tokenizer, options, facts, _ = seen
     assert got_model is model
     assert got_tokenizer is tokenizer
     assert (options.max_num_seqs, options.memory_utilization, options.seed) == (3, 0.4, 9)
     assert (facts.name, facts.max_model_len) == ("TinyLM", 256)
+    assert facts.identity is None  # nobody knows a user's code
     assert facts.eos_token_ids == tokenizer.eos_token_ids
 
 

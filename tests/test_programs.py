@@ -19,7 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from pagedjax import programs as programs_module
 from pagedjax.errors import IntegrityError
 from pagedjax.program_store import ProgramStore
-from pagedjax.programs import CompiledProgram, Handle, Program, ProgramSet
+from pagedjax.programs import CompiledProgram, Countdown, Handle, Program, ProgramSet
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 TRACE_EVENT = "/jax/core/compile/jaxpr_trace_duration"
@@ -258,3 +258,13 @@ def test_a_result_of_another_structure_is_a_bug_that_is_told(tmp_path: Path) -> 
     with pytest.raises(IntegrityError, match="`result` of the program 'x' has another structure"):
         ProgramSet(ProgramStore(tmp_path)).compile({0: wrong})
     assert not kept(tmp_path)
+
+
+def test_the_countdown_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 14.0, 18.0])
+    monkeypatch.setattr(programs_module.time, "monotonic", lambda: next(times))
+    countdown = Countdown()
+    new, old = CompiledProgram("a", 3.96, is_kept=False), CompiledProgram("b", 1.0, is_kept=True)
+    assert countdown.line(old, 1, 5) is None
+    assert countdown.line(new, 2, 5) == "a: compiled, 4.0 s (2 of 5, at most 12 s to go)"
+    assert countdown.line(new, 5, 5) == "a: compiled, 4.0 s (5 of 5)"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.batch_job.errors import CannotStart
+from pagedjax.batch_job.progress import say
 from pagedjax.chat_template import ChatTemplate, encode_chat
 from pagedjax.errors import PagedJaxError
 from pagedjax.tokenizer import TextTokenizer, Tokenizer, encode_prompt
@@ -62,7 +63,7 @@ def identify(model: str) -> dict[str, Any]:
 
 
 def load(model: str, options: Mapping[str, Any]) -> Any:
-    """Loads and compiles; whatever stops it becomes one message.
+    """Loads and compiles, with a line for each program; whatever stops it becomes one message.
 
     Raises:
       CannotStart, PagedJaxError: for the user.
@@ -70,7 +71,14 @@ def load(model: str, options: Mapping[str, Any]) -> Any:
     try:
         from pagedjax.llm import LLM
 
-        return LLM(model, **options)
+        llm = LLM(model, progress=say, **options)
+        report = llm.report
+        num_kept = report.num_programs - report.num_compiled
+        say(
+            f"ready after {report.total_seconds:.1f} s; of {report.num_programs} programs, "
+            f"{report.num_compiled} compiled and {num_kept} kept from earlier starts"
+        )
+        return llm
     except PagedJaxError:
         raise
     except Exception as error:
