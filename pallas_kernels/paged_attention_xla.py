@@ -5,6 +5,7 @@ Blockwise online softmax over groups of query rows, in two classes that share on
   decode   sequences with one query row, `_DECODE_ROWS` of similar length at a time
   prefill  sequences with more, in tiles of `_PREFILL_ROWS` rows of one, `_PREFILL_TILES` at a time
 
+Leading pages that all sequences of the decode class share are read once, for all of them together.
 A class without work runs no iteration, and a group loops over just the blocks that it sees: neither
 a wide page table nor an idle class costs anything, and temporaries do not grow with the context.
 
@@ -25,7 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.merge import add_sinks
+from pallas_kernels.cascade import MIN_MEMBERS, MIN_SHARED
+from pallas_kernels.merge import add_sinks, merge_states
 from pallas_kernels.platform import traced_platform
 
 _DECODE_ROWS = 16  # sequences that decode together
@@ -83,6 +85,16 @@ class _Work:
         """i32[groups, seqs, rows]: first position that each query row sees."""
         low = self.q_pos * 0 if sliding_window is None else self.q_pos - sliding_window + 1
         return jnp.where(self.q_pos >= 0, jnp.maximum(low, 0), jnp.iinfo(jnp.int32).max)
+
+
+class _Group(NamedTuple):
+    """What one group of sequences sees."""
+
+    seqs: jax.Array  # i32[seqs], rows of the page table
+    q_pos: jax.Array  # i32[seqs, rows], position of each query row
+    low: jax.Array  # i32[seqs, rows], first position that it sees
+    start: jax.Array  # i32[seqs], first position that any of them sees
+    end: jax.Array  # i32[seqs], one past the last
 
 
 # Jitted so that a model of many equal layers traces and lowers it once, not once a layer.
@@ -169,6 +181,25 @@ def _decode(
     queries = jnp.take(q, starts[order], axis=0, mode="clip")
     queries = queries.reshape(-1, width, 1, num_q_heads, head_dim)
 
+    out, lse = _decode_sorted(context, work, queries, lens)
+    # Back from sorted sequences to tokens, by gathering: scatters are slow on CPUs.
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
+    owns = (tokens == starts[order][None]) & (lens > 0)[None]  # bool[num_tokens, sequences]
+    row, found = jnp.argmax(owns, axis=1), jnp.any(owns, axis=1)
+    return (
+        jnp.where(found[:, None, None], out[row], 0.0),
+        jnp.where(found[:, None], lse[row], -jnp.inf),
+    )
+
+
+def _decode_sorted(
+    context: _Context,
+    work: _Work,
+    queries: jax.Array,  # [groups, seqs, 1, num_q_heads, head_dim]
+    lens: jax.Array,  # i32[groups * seqs]; 0: does not decode
+) -> _Rows:
+    """out and lse [groups * seqs, ...] in the order of the groups; shared pages are read once."""
+
     def read(g: jax.Array) -> jax.Array:
         return lax.dynamic_index_in_dim(queries, g, keepdims=False)
 
@@ -178,17 +209,52 @@ def _decode(
         )
         return out, lse
 
-    rows = _unseen_rows(queries)
-    out, lse = _attend_groups(context, work, read, write, rows)
-    # Back from sorted sequences to tokens, by gathering: scatters are slow on CPUs.
-    tokens = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
-    owns = (tokens == starts[order][None]) & (lens > 0)[None]  # bool[num_tokens, sequences]
-    row, found = jnp.argmax(owns, axis=1), jnp.any(owns, axis=1)
-    out, lse = out.reshape(-1, num_q_heads, head_dim), lse.reshape(-1, num_q_heads)
-    return (
-        jnp.where(found[:, None, None], out[row], 0.0),
-        jnp.where(found[:, None], lse[row], -jnp.inf),
-    )
+    def attend(seen: jax.Array | None) -> _Rows:
+        out, lse = _attend_groups(context, work, read, write, _unseen_rows(queries), seen)
+        return out.reshape(-1, *out.shape[3:]), lse.reshape(-1, lse.shape[3])
+
+    order = work.seqs.reshape(-1)
+    if context.sliding_window is not None or order.shape[0] < MIN_MEMBERS:
+        return attend(None)
+    length = _shared_length(context, order, lens)
+
+    def join(rows: _Rows) -> _Rows:
+        shared = _attend_shared(context, queries, order, lens, length)
+        return merge_states(*(jnp.stack(both) for both in zip(shared, rows, strict=True)))
+
+    return lax.cond(length > 0, join, lambda rows: rows, attend(length))
+
+
+def _attend_shared(
+    context: _Context,
+    queries: jax.Array,  # [groups, seqs, 1, num_q_heads, head_dim]
+    order: jax.Array,  # i32[groups * seqs], rows of the page table, the longest sequence first
+    lens: jax.Array,  # i32[groups * seqs]
+    length: jax.Array,  # i32[], positions
+) -> _Rows:
+    """out and lse over the leading positions alone: of a tile whose rows are the sequences."""
+    q_pos = (lens - 1)[None]
+    low = jnp.where(q_pos >= 0, 0, jnp.iinfo(jnp.int32).max)
+    group = _Group(order[:1], q_pos, low, jnp.zeros_like(length)[None], length[None])
+    q = _by_kv_head(queries.reshape(1, -1, *queries.shape[3:]), context.kv_pages.shape[2])
+    fold = functools.partial(_fold_block, context, q, group)
+    out, lse = _finish(lax.fori_loop(0, length // context.block, fold, _empty_state(q)))
+    return out[0], lse[0]
+
+
+def _shared_length(context: _Context, order: jax.Array, lens: jax.Array) -> jax.Array:
+    """i32[]: positions that all sequences that decode share, whole blocks; 0 if it does not pay."""
+    page_size = context.kv_pages.shape[3]
+    table = context.page_table[order]
+    # Whole pages before the newest position: its own page is never shared.
+    full = jnp.maximum(lens - 1, 0) // page_size
+    columns = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+    equal = (table == table[:1]) & (columns < full[:, None])
+    common = jnp.cumprod(equal, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
+    pages = jnp.min(jnp.where(lens > 0, common, table.shape[1]))
+    length = pages * page_size // context.block * context.block
+    pays = (length >= MIN_SHARED) & (jnp.sum(lens > 0) >= MIN_MEMBERS)
+    return jnp.where(pays, length, 0)
 
 
 def _prefill(
@@ -282,6 +348,7 @@ def _attend_groups(
     read: Callable[[jax.Array], jax.Array],  # group -> its queries f32[seqs, rows, N, H]
     write: Callable[[jax.Array, _Rows, _Rows], _Rows],  # group, all rows, its rows -> all rows
     rows: _Rows,
+    seen: jax.Array | None = None,  # i32[], leading positions to leave out, whole blocks
 ) -> _Rows:
     """`rows` with those of every group written."""
     size = context.block
@@ -290,23 +357,36 @@ def _attend_groups(
     first = start.min(axis=1) // size
     last = (end.max(axis=1) + size - 1) // size
 
-    def run(g: jax.Array, rows: _Rows) -> _Rows:
-        def step(j: jax.Array, state: _State) -> _State:
-            kv_pos = j * size + jnp.arange(size, dtype=jnp.int32)
-            block = _gather_block(context, work.seqs[g], j, kv_pos, start[g], end[g])
-            scores = _dot(q, block.k, contract=3) * context.scale
-            if block.k_scales is not None:
-                scores = scores * block.k_scales[:, :, None, None]
-            scores = _adjust(context, scores, work.q_pos[g], kv_pos)
-            at = kv_pos[None, None]
-            visible = (at <= work.q_pos[g][..., None]) & (at >= low[g][..., None])
-            scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-            return _online_softmax(state, scores, block)
+    if seen is not None:
+        first = jnp.maximum(first, seen // size)
 
+    def run(g: jax.Array, rows: _Rows) -> _Rows:
         q = _by_kv_head(read(g), context.kv_pages.shape[2])
-        return write(g, rows, _finish(lax.fori_loop(first[g], last[g], step, _empty_state(q))))
+        group = _Group(work.seqs[g], work.q_pos[g], low[g], start[g], end[g])
+        fold = functools.partial(_fold_block, context, q, group)
+        return write(g, rows, _finish(lax.fori_loop(first[g], last[g], fold, _empty_state(q))))
 
     return lax.fori_loop(0, work.count, run, rows)
+
+
+def _fold_block(
+    context: _Context,
+    q: jax.Array,  # [seqs, num_kv_heads, group, rows, head_dim]
+    group: _Group,
+    j: jax.Array,  # i32[], the block
+    state: _State,
+) -> _State:
+    """The state with block j of each sequence taken in."""
+    kv_pos = j * context.block + jnp.arange(context.block, dtype=jnp.int32)
+    block = _gather_block(context, group.seqs, j, kv_pos, group.start, group.end)
+    scores = _dot(q, block.k, contract=3) * context.scale
+    if block.k_scales is not None:
+        scores = scores * block.k_scales[:, :, None, None]
+    scores = _adjust(context, scores, group.q_pos, kv_pos)
+    at = kv_pos[None, None]
+    visible = (at <= group.q_pos[..., None]) & (at >= group.low[..., None])
+    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+    return _online_softmax(state, scores, block)
 
 
 def _gather_block(
