@@ -8,7 +8,8 @@ import logging
 import stat
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -39,6 +40,7 @@ from pagedjax.events import (
 from pagedjax.request import Request, SamplingParams
 from pagedjax.scheduler import Scheduler
 from pagedjax.scheduling import recorder
+from pagedjax.scheduling.draft import Blocked
 from tests.event_logs import Events, Trace
 from tests.test_scheduler import Bench
 
@@ -399,3 +401,15 @@ def test_a_recorder_that_breaks_falls_silent(
     assert events.of(Step) == events.of(Ended) == []
     messages = [record.getMessage() for record in caplog.records]
     assert messages == ["the event log ends here: recording failed"]
+
+
+def test_a_stall_without_news_leaves_no_trace() -> None:
+    """It has no line, so a replay does not see it: what was said before it is still said."""
+    sink = Events()
+    scheduler = Scheduler(Trace(0, sink).config, events=sink)
+    live = next(iter(scheduler.roster.live[one] for one in scheduler.add_request(request())))
+    blocked = SimpleNamespace(blocked=Blocked(live, "slots", 1))
+    assert scheduler.events is not None
+    for draft in (blocked, SimpleNamespace(blocked=None), blocked):
+        scheduler.events.stalled(cast(Any, draft))
+    assert [event.waiting for event in sink.of(Stalled)] == [["5", "slots", 1, 0, 0]]

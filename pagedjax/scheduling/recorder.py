@@ -162,9 +162,8 @@ class Recorder:
 
     @_harmless
     def stalled(self, draft: StepDraft) -> None:
-        """Nothing can run now."""
-        waiting = self._news(draft.blocked)
-        if waiting:
+        """Nothing can run now. What leaves no line changes nothing: a replay does not see it."""
+        if draft.blocked is not None and (waiting := self._news(draft.blocked)):
             self._sink.emit(Stalled(waiting=waiting))
 
     @_harmless
