@@ -5,7 +5,8 @@ and how large it grows. Knows nothing of what the bytes mean, nor how a key is m
 
 **Trust.** Whoever writes an entry decides what the reader's processor runs, so a folder or a file
 that another user owns or may write is not used. **Damage.** An entry whose checksum is wrong is no
-entry. **At once.** A writer makes a file of its own and renames it: of two, the last one stays.
+entry, and neither is one under another entry's name: the key is in it. **At once.** A writer makes
+a file of its own and renames it: of two, the last one stays.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 logger = logging.getLogger("pagedjax")
 
 MAX_BYTES = 2 * 2**30  # of all entries; a model of 30 layers has 10 MiB for one set of options
-_MAGIC = b"pagedjax program 1\n"
+_MAGIC = b"pagedjax program 2\n"
 _SUFFIX, _UNFINISHED = ".program", ".tmp"
 _ABANDONED = 3600.0  # seconds, after which a file is not being written any more
 _MAX_HEADER = 4096
@@ -61,17 +62,23 @@ class ProgramStore:
         """The entry of a key, unless there is none, or it is damaged or another user's."""
         path = self._path(key)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            # A pipe of that name must not be waited for.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         except OSError as error:
             return self._refuse(path, error)
-        with open(descriptor, "rb") as file:
-            try:
-                _check_owner(os.fstat(descriptor), path)
-                entry = _decode(file.read())
-            except (OSError, ValueError) as error:
-                return self._refuse(path, error)
+        try:
+            found = os.fstat(descriptor)
+            _check_owner(found, path)
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError("it is no file")
+            with open(descriptor, "rb", closefd=False) as file:
+                entry = _decode(file.read(), key)
+        except (OSError, ValueError) as error:
+            return self._refuse(path, error)
+        finally:
+            os.close(descriptor)
         with contextlib.suppress(OSError):  # another process may have removed it
             os.utime(path)  # the least recently used go first
         return entry
@@ -83,7 +90,7 @@ class ProgramStore:
             descriptor, name = tempfile.mkstemp(_UNFINISHED, path.stem[:16], self._folder)
             try:
                 with open(descriptor, "wb") as file:
-                    file.write(_encode(entry))
+                    file.write(_encode(entry, key))
                 os.replace(name, path)
             except BaseException:
                 os.unlink(name)
@@ -146,9 +153,10 @@ def _check_owner(found: os.stat_result, path: Path) -> None:
         )
 
 
-def _encode(entry: Entry) -> bytes:
+def _encode(entry: Entry, key: str) -> bytes:
     body = zlib.compress(entry.payload, _FAST)
     header = {
+        "key": key,
         "name": entry.name,
         "seconds": round(entry.seconds, 3),
         "sha256": hashlib.sha256(body).hexdigest(),
@@ -156,7 +164,7 @@ def _encode(entry: Entry) -> bytes:
     return b"".join([_MAGIC, json.dumps(header).encode(), b"\n", body])
 
 
-def _decode(data: bytes) -> Entry:
+def _decode(data: bytes, key: str) -> Entry:
     """Raises ValueError."""
     start = len(_MAGIC)
     end = data.find(b"\n", start, start + _MAX_HEADER)
@@ -165,10 +173,12 @@ def _decode(data: bytes) -> Entry:
     body = memoryview(data)[end + 1 :]
     try:
         header: Any = json.loads(data[start:end])
+        if header["key"] != key:
+            raise ValueError("it is another program, under this one's name")
         is_whole = header["sha256"] == hashlib.sha256(body).hexdigest()
         entry = Entry(str(header["name"]), float(header["seconds"]), b"")
         if is_whole:
             return Entry(entry.name, entry.seconds, zlib.decompress(body))
-    except (KeyError, TypeError, RecursionError, zlib.error) as error:
+    except (KeyError, TypeError, OverflowError, RecursionError, zlib.error) as error:
         raise ValueError(f"it is damaged ({error!r})") from error
     raise ValueError("its checksum is wrong: it is damaged")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,12 +53,45 @@ def test_no_cut_and_no_changed_byte_is_read(
 
 
 @pytest.mark.parametrize(
-    "header", [b"[]", b"{}", b'{"sha256": 1}', b"\xff", b"9" * 5000, b"[" * 4000]
+    "header",
+    [
+        b"[]",
+        b"{}",
+        b'{"key": "a", "sha256": 1}',
+        b'{"key": "a", "sha256": 1, "name": "", "seconds": 1' + b"0" * 400 + b"}",
+        b"\xff",
+        b"9" * 5000,
+        b"[" * 4000,
+    ],
 )
 def test_a_strange_header_is_no_entry(tmp_path: Path, header: bytes) -> None:
-    file_of(tmp_path).write_bytes(b"pagedjax program 1\n" + header + b"\nbody")
+    file_of(tmp_path).write_bytes(b"pagedjax program 2\n" + header + b"\nbody")
     file_of(tmp_path).chmod(0o600)
     assert ProgramStore(tmp_path).read("a") is None
+
+
+def test_a_program_under_the_name_of_another_is_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both may take the same shapes: nothing but the key tells them apart."""
+    store = ProgramStore(tmp_path)
+    store.write("a", ENTRY)
+    store.write("b", ENTRY)
+    file_of(tmp_path, "a").rename(file_of(tmp_path, "b"))
+    assert store.read("b") is None
+    assert "another program" in caplog.text
+    file_of(tmp_path, "b").rename(file_of(tmp_path, "a"))
+    assert store.read("a") == ENTRY
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_file_is_no_entry(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[..., None]
+) -> None:
+    """A pipe would never end, and a folder cannot be read."""
+    make(file_of(tmp_path), 0o700)
+    assert ProgramStore(tmp_path).read("a") is None
+    assert "it is no file" in caplog.text
 
 
 def test_what_others_may_write_is_not_read(
