@@ -15,7 +15,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "JAX_PLAT
 # Lines of /proc/cpuinfo that say what code a processor runs; x86 and ARM have other names.
 _CPU_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU architecture")
 # Options of JAX that say where things are kept or what is logged, and nothing about programs.
-_NO_MATTER = ("cache", "_log", "dump", "traceback", "profiler")
+_NO_MATTER = ("cache", "_log_", "_logging_", "dump", "traceback", "profiler")
+_IMPORTED = time.time()
 
 
 def surroundings() -> dict[str, str]:
@@ -40,7 +42,7 @@ def surroundings() -> dict[str, str]:
         "versions": " ".join([sys.version, *(f"{name} {_version(name)}" for name in _PACKAGES)]),
         "device": f"{device.platform} {device.device_kind} {device.client.platform_version} "
         f"of {jax.device_count()}",
-        "processor": f"{platform.machine()} x{os.cpu_count()}\n{_processor()}",
+        "processor": f"{platform.machine()} x{os.cpu_count()}, {num_cpus()} for us\n{_processor()}",
         "variables": repr([os.environ.get(name) for name in _VARIABLES]),
         "options": repr(_options()),
     }
@@ -62,6 +64,21 @@ def make_key(around: Mapping[str, str], holds: str, arguments: Any, out_sharding
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
+def num_cpus() -> int:
+    """Processors that this process may run on. XLA splits work by that when it compiles."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return usable or 1
+
+
+def has_outdated_code() -> bool:
+    """True when a source was written after this process began to import them.
+
+    What it compiles then is not what the next process would, and must not be kept for it.
+    """
+    files = _source_files(Path(__file__).resolve().parent.parent)
+    return any(path.stat().st_mtime > _IMPORTED for path in files)
+
+
 def is_portable(arguments: Any) -> bool:
     """True when all arguments are on the default device, or nowhere: others are not kept."""
     if jax.config.jax_default_device is not None:
@@ -74,13 +91,18 @@ def is_portable(arguments: Any) -> bool:
 @functools.cache  # a process does not see its own sources change
 def _sources(root: Path) -> str:
     digest = hashlib.sha256()
+    for path in _source_files(root):
+        data = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(data)}\0".encode())
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _source_files(root: Path) -> Iterator[Path]:
     for folder in _FOLDERS:
         for path in sorted((root / folder).rglob("*")):
             if path.suffix in _SUFFIXES and path.is_file():
-                data = path.read_bytes()
-                digest.update(f"{path.relative_to(root).as_posix()}\0{len(data)}\0".encode())
-                digest.update(data)
-    return digest.hexdigest()
+                yield path
 
 
 def _version(package: str) -> str:

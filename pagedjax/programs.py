@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -329,8 +328,7 @@ def abstract(tree: Any) -> Any:
 @contextmanager
 def _pool() -> Iterator[ThreadPoolExecutor]:
     """Threads that compile; what did not begin when something is raised never does."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    pool = ThreadPoolExecutor(min(cpus or 1, MAX_THREADS))
+    pool = ThreadPoolExecutor(min(program_key.num_cpus(), MAX_THREADS))
     try:
         yield pool
     finally:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pagedjax import device, environment, host_pool, kernel_choice
+from pagedjax import device, environment, host_pool, kernel_choice, program_key
 from pagedjax.capacity import (
     GIB,
     PageLayout,
@@ -194,6 +194,9 @@ def start_engine(
 def _store() -> ProgramStore | None:
     """Where compiled programs are kept, if anywhere."""
     folder = environment.read().cache_dir
+    if folder is not None and program_key.has_outdated_code():
+        logger.warning("not keeping compiled programs: the sources changed after this import")
+        return None
     folder = None if folder is None else open_folder(folder)
     return None if folder is None else ProgramStore(folder)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pagedjax import program_key
+from pagedjax import program_key, startup
 from pagedjax.program_key import is_portable, make_key, surroundings
 
 AROUND = {"sources": "1", "versions": "2", "device": "3"}
@@ -96,12 +96,35 @@ def test_options_of_jax_count_and_its_caches_do_not() -> None:
         jax.config.update("jax_compilation_cache_dir", folder)
 
 
+def test_an_option_that_only_sounds_like_a_log_counts() -> None:
+    """`jax_use_hlo_logistic_lowering` decides how SwiGLU's sigmoid is computed."""
+    names = {name for name, _ in program_key._options()}
+    assert "jax_use_hlo_logistic_lowering" in names
+    assert not names & {"jax_log_compiles", "jax_logging_level", "jax_debug_log_modules"}
+
+
+def test_sources_that_changed_since_they_were_imported_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PAGEDJAX_CACHE_DIR", str(tmp_path / "kept"))
+    files = list(program_key._source_files(Path(program_key.__file__).parent.parent))
+    newest = max(path.stat().st_mtime for path in files)
+    monkeypatch.setattr(program_key, "_IMPORTED", newest)
+    assert startup._store() is not None
+    monkeypatch.setattr(program_key, "_IMPORTED", newest - 1)
+    assert startup._store() is None
+    assert "the sources changed" in caplog.text
+
+
 def test_another_processor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = surroundings()
     monkeypatch.setattr(program_key, "_processor", lambda: "flags:sse2")
     assert surroundings()["processor"] != before["processor"]
     monkeypatch.undo()
-    monkeypatch.setattr(program_key.os, "cpu_count", lambda: 1024)  # XLA splits work by it
+    monkeypatch.setattr(program_key.os, "cpu_count", lambda: 1024)
+    assert surroundings()["processor"] != before["processor"]
+    monkeypatch.undo()
+    monkeypatch.setattr(program_key.os, "sched_getaffinity", lambda _: set(range(1024)))
     assert surroundings()["processor"] != before["processor"]
 
 
