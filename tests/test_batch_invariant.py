@@ -38,11 +38,19 @@ def llm(dtype: str, *, is_invariant: bool = True) -> LLM:
     )
 
 
-def engine_of(dtype: str, *, is_invariant: bool = True, **sizes: Any) -> LLMEngine:
+def engine_of(
+    dtype: str, *, is_invariant: bool = True, async_scheduling: bool = True, **sizes: Any
+) -> LLMEngine:
     """A fresh engine, without a host pool unless asked, over programs that are compiled once."""
     shared = llm(dtype, is_invariant=is_invariant).engine
     config = replace(shared.scheduler.config, **{"num_host_pages": 0, **sizes})
-    return LLMEngine(Scheduler(config), shared.runner, ByteTokenizer(), seed=5)
+    return LLMEngine(
+        Scheduler(config),
+        shared.runner,
+        ByteTokenizer(),
+        seed=5,
+        async_scheduling=async_scheduling,
+    )
 
 
 def params(seed: int, **changes: Any) -> SamplingParams:

@@ -199,7 +199,9 @@ class Trace:
         assert sum(allocator.references(page) for page in set(named)) == len(named)
         assert len(allocator.eviction_order()) == allocator.num_free
         host = scheduler.host.allocator
-        named = [page for live in roster.waiting for page in live.host_pages]
+        # What is being brought in keeps its host pages until the result is read.
+        lives = [*roster.waiting, *roster.running]
+        named = [page for live in lives for page in live.host_pages]
         assert host.num_held == len(set(named)) == host.usable - host.num_free
         assert sum(host.references(page) for page in set(named)) == len(named)
         live = [s for asked in self.asked.values() for s in asked.sequences]

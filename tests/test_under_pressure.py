@@ -10,7 +10,7 @@ over a model, against itself in no hurry.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -38,10 +38,11 @@ MODES = ("auto", "swap", "recompute")
 WAYS = list(product(POOLS, MODES, (True, False), (True, False), (True, False)))
 NUM_TRACES = 500
 MAX_STEPS = 5_000
-TOLERANCE = 1e-5  # of logprobs: steps have other shapes, so sums run in another order
-# In all 500 traces 13 of 271,428 logprobs differ by more than that, by 1.6e-5 at most: units in the
-# last place of a random model's large logits. `batch_invariant` is for who needs equal bits.
-TOLERANCE_OF_ALL = 2e-5
+# Of logprobs. Steps have other shapes, so sums run in another order: units in the last place of a
+# random model's large logits (34 of 136,334 are beyond 1e-5, the farthest 2.7e-5). Who needs equal
+# bits has `batch_invariant`.
+TOLERANCE = 1e-5
+MOST = 4e-5  # of any; and no more than one in 1,000 is beyond TOLERANCE
 
 
 @pytest.fixture(autouse=True)
@@ -237,55 +238,81 @@ def answers(engine: LLMEngine, asked: Asked, delay: int) -> dict[str, Any]:
     return outputs | drain(engine)
 
 
-def compare(found: dict[str, Any], unhurried: dict[str, Any], tolerance: float) -> None:
+@dataclass
+class Differences:
+    """Of the logprobs that were compared."""
+
+    all: list[float] = field(default_factory=list[float])
+    num_preemptions: int = 0
+
+    def check(self) -> None:
+        """Nearly all within the tolerance, and none far from it."""
+        beyond = [difference for difference in self.all if difference > TOLERANCE]
+        assert len(self.all) > 10_000
+        assert len(beyond) <= len(self.all) // 1_000, beyond
+        assert max(self.all) <= MOST
+
+
+def compare(found: dict[str, Any], unhurried: dict[str, Any], seen: Differences) -> None:
     for name, expected in unhurried.items():
         output = found[name]
         assert output.error is None
         for sample, other in zip(output.outputs, expected.outputs, strict=True):
             assert sample.token_ids == other.token_ids, name
             assert sample.finish_reason == other.finish_reason
-            compare_logprobs(sample.logprobs, other.logprobs, tolerance)
-        compare_logprobs(output.prompt_logprobs, expected.prompt_logprobs, tolerance)
+            compare_logprobs(sample.logprobs, other.logprobs, seen)
+        compare_logprobs(output.prompt_logprobs, expected.prompt_logprobs, seen)
 
 
-def compare_logprobs(found: Any, expected: Any, tolerance: float) -> None:
+def compare_logprobs(found: Any, expected: Any, seen: Differences) -> None:
     assert (found is None) == (expected is None)
     for entry, other in zip(found or (), expected or (), strict=True):
         assert (entry is None) == (other is None)
         common = set(entry or ()) & set(other or ())  # near ties may change places at the end
         assert next(iter(entry or {0: 0})) == next(iter(other or {0: 0}))
         for token in common:
-            assert abs(entry[token].logprob - other[token].logprob) <= tolerance
+            seen.all.append(abs(entry[token].logprob - other[token].logprob))
 
 
-def press(seed: int, tolerance: float, **fixed: Any) -> int:
-    """One trace over the model; returns how often it was preempted."""
-    trace = Trace.number(seed)
-    asked = asked_of(trace)
-    sizes = sizes_of(trace, asked, 4)
-    delay = int(trace.rng.integers(3))
-    make = engine_of if fixed else tiny_engine
-    unhurried = answers(make(**fixed), asked, 0)
-    engine = make(**fixed, **sizes)
-    compare(answers(engine, asked, delay), unhurried, tolerance)
-    return engine.scheduler.stats.num_preemptions
+def press(seeds: range, **fixed: Any) -> Differences:
+    """Traces over the model, beside unhurried runs of the same requests, one by one."""
+    seen = Differences()
+    for seed in seeds:
+        trace = Trace.number(seed)
+        asked = asked_of(trace)
+        sizes = sizes_of(trace, asked, 4)
+        delay = int(trace.rng.integers(3))
+        make = engine_of if fixed else tiny_engine
+        unhurried = answers(make(**fixed, async_scheduling=False), asked, 0)
+        engine = make(**fixed, **sizes, async_scheduling=seed // 3 % 2 == 0)
+        compare(answers(engine, asked, delay), unhurried, seen)
+        seen.num_preemptions += engine.scheduler.stats.num_preemptions
+    return seen
 
 
 def test_a_model_answers_under_pressure_as_without() -> None:
-    assert sum(press(seed, TOLERANCE) for seed in range(0, 72, 3)) > 24
+    seen = press(range(0, 72, 3))
+    seen.check()
+    assert seen.num_preemptions > 24
 
 
 def test_a_batch_invariant_model_answers_to_the_bit() -> None:
-    assert sum(press(seed, 0.0, dtype="float32") for seed in range(1, 72, 6)) > 12
+    seen = press(range(1, 72, 7), dtype="float32")
+    assert max(seen.all) == 0
+    assert seen.num_preemptions > 12
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, NUM_TRACES, 50))
 def test_a_model_answers_under_pressure_as_without_in_all_traces(start: int) -> None:
-    assert sum(press(seed, TOLERANCE_OF_ALL) for seed in range(start, start + 50)) > 50
+    seen = press(range(start, start + 50))
+    seen.check()
+    assert seen.num_preemptions > 50
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, NUM_TRACES, 50))
 def test_a_batch_invariant_model_answers_to_the_bit_in_all_traces(start: int) -> None:
-    assert sum(press(seed, 0.0, dtype="float32") for seed in range(start, start + 50)) > 50
+    seen = press(range(start, start + 50), dtype="float32")
+    assert max(seen.all) == 0
+    assert seen.num_preemptions > 50
