@@ -1,4 +1,8 @@
-"""Ctrl-C at a safe moment: between two steps, when pages, queues and donated buffers are whole."""
+"""Ctrl-C at a safe moment: between two steps, when pages, queues and donated buffers are whole.
+
+`DeferredInterrupt` chooses the moment for a program; `HeldInterrupt` keeps milliseconds of the
+host's work in one piece, whoever handles the signal.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 import signal
 import threading
 from types import FrameType, TracebackType
+from typing import Any
 
 _DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 
@@ -85,3 +90,35 @@ class DeferredInterrupt:
         if self._notice:
             # Not through a buffered stream: the signal may have come in the middle of its work.
             os.write(2, self._notice)
+
+
+class HeldInterrupt:
+    """While open, SIGINT waits; at the end its own handler is called, whatever that does.
+
+    For short work that must be done whole. Does nothing outside the main thread, where no signal
+    is handled.
+    """
+
+    def __init__(self) -> None:
+        """Installs nothing yet."""
+        self._handler: Any = None  # in whose place ours is
+        self._kept: tuple[int, FrameType | None] | None = None
+
+    def __enter__(self) -> None:
+        self._kept = None
+        self._handler = None
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        handler = self._handler
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+            if self._kept is not None:
+                handler(*self._kept)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._kept = number, frame

@@ -16,7 +16,8 @@ once and never again therefore harms nobody.
 requests fail alone with no step between them that went well, all requests end and `DeviceError` is
 raised. Each failure splits a trial, ends a request or ends them all, so there is an end to it.
 
-**An interrupt** may come at any point. Nothing is mended then; the next step does it first.
+**An interrupt** may come at any point; it waits where the scheduler plans or takes in a result,
+which is done whole. Nothing is mended then; the next step does it first.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from functools import partial
 from typing import Protocol
 
 from pagedjax.errors import DeviceError, PagedJaxError, TransferError
+from pagedjax.interrupts import HeldInterrupt
 from pagedjax.plan import StepPlan, StepResult
 from pagedjax.rates import Rates
 from pagedjax.request import Sequence
@@ -156,9 +158,9 @@ class GuardedSteps:
         is_idle = not self._flights
         if is_idle and self._scheduler.has_work and not self._is_whole:
             self._mend(runner)
-        while self._is_whole and self._has_room and (plan := self._schedule()) is not None:
+        while self._is_whole and self._has_room and (flight := self._plan()) is not None:
             is_idle = False
-            self._launch(runner, plan)
+            self._launch(runner, flight)
         if self._flights:
             return self._read()
         return None if is_idle else []
@@ -188,16 +190,24 @@ class GuardedSteps:
             self._quarantine.skip()
         return self._scheduler.schedule()
 
-    def _launch(self, runner: Runner, plan: StepPlan) -> None:
-        """Puts a plan in flight. What it raises is kept until its turn comes to be read."""
-        flight = _Flight(plan, _not_launched)
-        self._flights.append(flight)
+    def _plan(self) -> _Flight | None:
+        """Puts the next step in flight, all of it or nothing."""
+        with HeldInterrupt():
+            plan = self._schedule()
+            if plan is None:
+                return None
+            flight = _Flight(plan, _not_launched)
+            self._flights.append(flight)
+        return flight
+
+    def _launch(self, runner: Runner, flight: _Flight) -> None:
+        """Starts a step. What it raises is kept until its turn comes to be read."""
         try:
-            flight.read = runner.launch(plan)
+            flight.read = runner.launch(flight.plan)
         except TransferError as error:
             logger.warning("%s", error)
             self._is_whole = False
-            self._scheduler.drop(plan, lost=error.host_pages, has_run=False)
+            self._scheduler.drop(flight.plan, lost=error.host_pages, has_run=False)
             self._flights.pop()
         except Exception as error:
             self._is_whole = False
@@ -212,17 +222,19 @@ class GuardedSteps:
             logger.warning("a step of %d requests failed", len(_ids(plan)), exc_info=True)
             self._drop_all()
             return self._blame(plan, error)
-        advanced = self._scheduler.update(plan, result)
-        self._flights.popleft()
+        with HeldInterrupt():
+            advanced = self._scheduler.update(plan, result)
+            self._flights.popleft()
         self._failed_alone = 0
         return advanced
 
     def _drop_all(self) -> None:
         """Nothing in flight will be read, and the runner must recover."""
         self._is_whole = False
-        while self._flights:
-            self._scheduler.drop(self._flights[-1].plan)
-            self._flights.pop()
+        with HeldInterrupt():
+            while self._flights:
+                self._scheduler.drop(self._flights[-1].plan)
+                self._flights.pop()
 
     def _blame(self, plan: StepPlan, error: Exception) -> list[Sequence]:
         """Ends the request that failed alone; returns its sequences of this step."""

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pagedjax.interrupts import DeferredInterrupt
+from pagedjax.interrupts import DeferredInterrupt, HeldInterrupt
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
 
@@ -60,3 +60,21 @@ def test_other_threads_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_held_interrupt_goes_to_its_own_handler_at_the_end() -> None:
+    held, is_whole = HeldInterrupt(), False
+    with pytest.raises(KeyboardInterrupt):  # noqa: SIM117, PT012 (not one block)
+        with held:
+            press(2)
+            is_whole = True
+    assert is_whole
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with held:
+        pass  # told once
+    with DeferredInterrupt() as interrupt:
+        with held:
+            press(1)
+            assert not interrupt.is_pending
+        assert interrupt.is_pending
+        interrupt.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pkgutil
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -421,6 +423,41 @@ def test_an_interrupt_while_a_result_is_read_loses_no_token(
     outputs: dict[str, RequestOutput] = {}
     with pytest.raises(KeyboardInterrupt):
         steps(engine, 5, outputs)
+    assert_right(outputs | checked(engine), set(PROMPTS))
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("nth", [1, 2, 5])
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "pagedjax.scheduler._commit",  # pages are taken, and queues not changed yet
+        "pagedjax.recovery.GuardedSteps._schedule",  # there is a plan that nobody knows of
+        "pagedjax.scheduling.result_reader.ResultReader._count_computed",
+        "pagedjax.scheduling.result_reader.ResultReader._end_or_go_on",
+        "pagedjax.scheduler.Scheduler.update",
+    ],
+)
+def test_a_signal_in_the_middle_of_the_hosts_work_breaks_nothing(
+    place: str, is_before: bool, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_on(real_runner())
+    real, calls = pkgutil.resolve_name(place), iter(range(nth))
+
+    def interrupted(*arguments: Any, **keywords: Any) -> Any:
+        is_time = next(calls, None) == nth - 1
+        if is_time and is_before:
+            signal.raise_signal(signal.SIGINT)
+        result = real(*arguments, **keywords)
+        if is_time and not is_before:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(place, interrupted)
+    outputs: dict[str, RequestOutput] = {}
+    with pytest.raises(KeyboardInterrupt):
+        steps(engine, 20, outputs)
     assert_right(outputs | checked(engine), set(PROMPTS))
 
 
