@@ -255,6 +255,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             computed = live.sequence.num_computed_tokens // size * size
             salts = live.owner.request.cache_salt, owner.request.cache_salt
             is_elder = live.key < admitted.key and salts[0] == salts[1]
+            if live.sequence.num_tokens - live.sequence.num_computed_tokens < 2:
+                continue  # it decodes; with pages of 1 that fills one, which nobody waits for
             if is_elder and live.in_flight is not None and computed <= hits:
                 pairs = zip(live.sequence.tokens, tokens[:-1], strict=False)
                 shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
