@@ -23,6 +23,8 @@ from typing import Any
 
 import jax
 
+from pagedjax.threads import num_cpus
+
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu")
 _FOLDERS = ("pagedjax", "pallas_kernels")  # whose sources make programs
 _SUFFIXES = (".py", ".json")
@@ -62,12 +64,6 @@ def make_key(around: Mapping[str, str], holds: str, arguments: Any, out_sharding
     shapes = [(leaf.shape, str(leaf.dtype), bool(getattr(leaf, "weak_type", 0))) for leaf in leaves]
     parts = {**around, "holds": holds, "arguments": f"{tree} {shapes}", "out": repr(out_shardings)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def num_cpus() -> int:
-    """Processors that this process may run on. XLA splits work by that when it compiles."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return usable or 1
 
 
 def has_outdated_code() -> bool:

@@ -17,16 +17,15 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
 
-from pagedjax import program_key
+from pagedjax import program_key, threads
 from pagedjax.errors import IntegrityError
 from pagedjax.program_store import Entry, ProgramStore
 
@@ -183,7 +182,7 @@ class ProgramSet:
             for done, key in enumerate(handles, 1):
                 progress(self._log[programs[key].name], done, len(programs))
         wanted = [handles[key] for key in (programs if first is None else first) if key in handles]
-        with _pool() as pool:
+        with threads.pool(MAX_THREADS) as pool:
             reads = [pool.submit(lambda handle=handle: handle.compiled) for handle in wanted]
             # Traced here, one after the other: tracing is Python, and holds its lock.
             futures = {
@@ -323,13 +322,3 @@ def _deserialize(payload: bytes, program: Program) -> jax.stages.Compiled:
 def abstract(tree: Any) -> Any:
     """Shapes and dtypes of a pytree of arrays, which may be donated meanwhile."""
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), tree)
-
-
-@contextmanager
-def _pool() -> Iterator[ThreadPoolExecutor]:
-    """Threads that compile; what did not begin when something is raised never does."""
-    pool = ThreadPoolExecutor(min(program_key.num_cpus(), MAX_THREADS))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)

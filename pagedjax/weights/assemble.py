@@ -1,7 +1,7 @@
 """Fills a module's parameters from a checkpoint, after reporting all its problems at once.
 
-The module is made abstractly (`nnx.eval_shape`), so memory holds the final weights and one tensor
-being read, never initial values or a second copy.
+The module is made abstractly (`nnx.eval_shape`), so memory holds the final weights and a few
+tensors being read, one a thread, never initial values or a second copy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from pagedjax import threads
 from pagedjax.models.family import Layout, Source
 from pagedjax.weights.checkpoint import Checkpoint, StoredTensor
 from pagedjax.weights.quantize import quantize_rows
@@ -20,6 +21,7 @@ from pallas_kernels.quantize import LARGEST
 
 type Progress = Callable[[int, int], None]  # (done, total) bytes of the finished weights
 
+MAX_THREADS = 4  # each holds a tensor beside the final weights
 _CHUNK_ELEMENTS = 2**18  # decoded at once: stays in a core's cache, yet dwarfs a call's cost
 
 
@@ -51,12 +53,18 @@ def assemble(
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
     arrays: dict[str, jax.Array] = {}
     done = 0
-    for name, sources in layout.sources.items():
-        loaded = _parameter(name, sources, checkpoint, leaves)
-        arrays |= loaded
-        done += sum(array.nbytes for array in loaded.values())
-        if progress:
-            progress(done, total)
+    with threads.pool(MAX_THREADS) as pool:
+        # Decoding is NumPy's, which leaves Python's lock.
+        futures = [
+            pool.submit(_parameter, name, sources, checkpoint, leaves)
+            for name, sources in layout.sources.items()
+        ]
+        for future in futures:
+            loaded = future.result()
+            arrays |= loaded
+            done += sum(array.nbytes for array in loaded.values())
+            if progress:
+                progress(done, total)
     return nnx.merge(graphdef, jax.tree.unflatten(tree, [arrays[name] for name in leaves]))
 
 
