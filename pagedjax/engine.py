@@ -269,6 +269,8 @@ class LLMEngine:
 
     def _output(self, live: InFlight) -> RequestOutput:
         try:
+            for sequence in live.sequences:  # an interrupt may have come before its text was read
+                live.read(sequence, self._clock())
             return live.output(self.tokenizer)
         except Exception:
             logger.exception("request %s failed", live.request.request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -207,6 +208,38 @@ def test_an_interrupt_drops_what_is_in_flight_and_loses_nothing(call: str) -> No
     outputs |= drain(engine)
     check(engine, outputs)
     assert [len(tokens_of(outputs[name])) for name in "ab"] == [6, 6]
+
+
+def test_an_interrupt_right_after_a_result_loses_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    expected = answers(tiny_engine(), {"a": ([1, 2, 3], params), "b": ([4, 5], params)})
+    engine, results = tiny_engine(), []
+    update = engine.scheduler.update
+
+    def interrupted(plan: StepPlan, result: StepResult) -> Any:
+        results.append(update(plan, result))
+        if len(results) == 3:  # of the last tokens
+            signal.raise_signal(signal.SIGINT)
+        return results[-1]
+
+    monkeypatch.setattr(engine.scheduler, "update", interrupted)
+    engine.add_request("a", [1, 2, 3], params)
+    engine.add_request("b", [4, 5], params)
+    outputs: dict[str, RequestOutput] = {}
+
+    def step_on() -> None:
+        while engine.has_unfinished:
+            outputs.update({output.request_id: output for output in engine.step()})
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            step_on()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    outputs |= drain(engine)
+    found = {name: (tokens_of(o), o.outputs[0].text) for name, o in outputs.items()}
+    assert found == {name: (tokens_of(o), o.outputs[0].text) for name, o in expected.items()}
 
 
 KINDS: dict[str, dict[str, Any]] = {
