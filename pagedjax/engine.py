@@ -16,6 +16,7 @@ from pagedjax.deadlines import Deadlines
 from pagedjax.errors import IntegrityError, RequestError
 from pagedjax.in_flight import INTERNAL_ERROR, InFlight
 from pagedjax.intake import Intake, Prompt
+from pagedjax.interrupts import HeldInterrupt
 from pagedjax.rates import Rates
 from pagedjax.recovery import GuardedSteps, Runner
 from pagedjax.request import FinishReason, RequestOutput, SamplingParams, Sequence
@@ -62,6 +63,7 @@ class LLMEngine:
         self._ended: list[RequestOutput] = []
         self._deadlines = Deadlines()
         self._steps = GuardedSteps(scheduler, rates, depth=2 if async_scheduling else 1)
+        self._is_read = True  # False: a step broke off, and tokens of it may not be read
         self._log = ThroughputLog(logger)
 
     @property
@@ -129,6 +131,10 @@ class LLMEngine:
             next call returns them.
         """
         self._end_late()
+        if not self._is_read:  # what was read already is not read twice
+            with HeldInterrupt():
+                self._advance([s for live in self._live.values() for s in live.sequences])
+        self._is_read = False
         # With nobody left, what is in flight is nobody's: the next step reads it.
         advanced = self._steps.run(self.runner) if self._live else None
         if advanced is None:
@@ -139,8 +145,10 @@ class LLMEngine:
                     "This is a bug in pagedjax: please report it."
                 )
         else:
-            self._advance(advanced)
+            with HeldInterrupt():
+                self._advance(advanced)
             self._log.step(self.scheduler)
+        self._is_read = True
         ended, self._ended = self._ended, []
         if not self._live and self.scheduler.events is not None:
             self.scheduler.events.flush()
