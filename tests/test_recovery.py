@@ -427,7 +427,7 @@ def test_an_interrupt_while_a_result_is_read_loses_no_token(
 
 
 @pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("nth", [1, 2, 5])
+@pytest.mark.parametrize("nth", [1, 2, 5, 10, 11])
 @pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize(
     "place",
