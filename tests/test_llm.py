@@ -336,7 +336,7 @@ def test_compiling_shows_its_progress_when_asked(
 ) -> None:
     def start(*args: Any) -> Any:
         for done in (1, 2, 3):
-            args[-1](done, 3)
+            args[-1](CompiledProgram(f"step {done}", 1.0, is_kept=False), done, 3)
         return tiny_engine(), tiny_llm().report
 
     tiny_llm()
