@@ -258,3 +258,24 @@ def test_random_requests_get_the_plain_answers_at_every_depth(depth: int, seed: 
             params["bad_sequences"] = [[int(draw.integers(EOS)), int(draw.integers(EOS))]]
         requests.append(bench.add(int(draw.integers(1, 30)), **params))
     bench.run(*requests)
+
+
+def test_who_is_being_brought_in_waits_for_its_first_result() -> None:
+    """Until then its host pages are kept: the step may fail."""
+    sizes = {"num_pages": 17, "num_host_pages": 32, "preemption_mode": "swap"}
+    bench = Waves(**sizes, enable_prefix_caching=False)
+    requests = [bench.add(16, max_tokens=40) for _ in range(3)]
+    num_brought = 0
+    while bench.scheduler.has_work:
+        plan = bench.launch()
+        if plan is not None and plan.swaps_in:
+            lives = bench.scheduler.roster.live.values()
+            brought = {live.sequence for live in lives if live.restored is not None}
+            num_brought += len(brought)
+            ahead = bench.launch() if len(bench.flights) < 2 else None
+            assert ahead is None or brought.isdisjoint(s.sequence for s in ahead.scheduled)
+        if plan is None or len(bench.flights) >= 2:
+            bench.read()
+    assert num_brought > 0
+    bench.flights.clear()
+    bench.finish_all(*requests)
