@@ -40,6 +40,7 @@ class DeferredInterrupt:
         self._defers = defers
         self._notice = notice
         self._is_pending = False
+        self._was_raised = False  # before `defer`
         self._before: dict[signal.Signals, object] = {}
 
     @property
@@ -48,8 +49,13 @@ class DeferredInterrupt:
         return self._is_pending
 
     def defer(self) -> None:
-        """Signals are kept from now on."""
+        """Signals are kept from now on.
+
+        One that came before and did not end the program counts as kept: Python drops what is raised
+        in a finalizer or a garbage collector's callback, and JAX installs such a callback.
+        """
         self._defers = True
+        self._is_pending = self._is_pending or self._was_raised
 
     def check(self) -> None:
         """Raises `KeyboardInterrupt` if a signal came since the last check."""
@@ -59,7 +65,7 @@ class DeferredInterrupt:
 
     def clear(self) -> None:
         """What is kept was answered by other means."""
-        self._is_pending = False
+        self._is_pending = self._was_raised = False
 
     def __enter__(self) -> DeferredInterrupt:
         if threading.current_thread() is threading.main_thread():
@@ -85,6 +91,7 @@ class DeferredInterrupt:
     def _note(self, number: int, frame: FrameType | None) -> None:
         del number, frame  # what a signal handler is called with
         if self._is_pending or not self._defers:
+            self._was_raised = True
             raise KeyboardInterrupt
         self._is_pending = True
         if self._notice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 
@@ -37,6 +38,26 @@ def test_a_second_interrupt_is_raised_at_once() -> None:
             press(2)
         with pytest.raises(KeyboardInterrupt):
             interrupt.check()  # the first one is still to be told
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_a_garbage_collection_swallowed_is_not_lost() -> None:
+    """Whatever Python drops because nobody could catch it, as in a callback of JAX's."""
+
+    def collected(phase: str, info: object) -> None:
+        del phase, info  # what such a callback is called with
+        gc.callbacks.remove(collected)
+        press(1)
+
+    with DeferredInterrupt(signal.SIGINT, defers=False) as interrupt:
+        gc.callbacks.append(collected)
+        gc.collect()  # raises nothing
+        assert not interrupt.is_pending
+        interrupt.defer()
+        assert interrupt.is_pending
+        interrupt.clear()
+        interrupt.defer()
+        assert not interrupt.is_pending, "it was answered"
 
 
 def test_a_program_with_its_own_handler_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
