@@ -45,7 +45,10 @@ def from_gguf(
     prefix = f"{ARCHITECTURE}."
     ours = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
     fields = Fields(ours, f"GGUF metadata {prefix}*")
-    vocabulary = metadata.get("tokenizer.ggml.tokens", ())
+    vocabulary = metadata.get("tokenizer.ggml.tokens", [])
+    if not isinstance(vocabulary, list):
+        fields.problem(f"`tokenizer.ggml.tokens` must be an array. Got {vocabulary!r:.80}")
+        vocabulary = []
     num_q_heads = fields.integer("attention.head_count")
     embed_dim = fields.integer("embedding_length")
     head_dim = fields.integer("attention.key_length", (embed_dim or 0) // (num_q_heads or 1))

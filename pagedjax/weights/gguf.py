@@ -32,8 +32,10 @@ from pagedjax.weights.checkpoint import (
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_METADATA = 65_536
-MAX_ELEMENTS = 2**23  # of all arrays together; the largest vocabularies need a million
+MAX_ELEMENTS = 2**22  # of all arrays together; the largest vocabularies need a million
+MAX_STRING_BYTES = 2**26  # a hole in a file has any length; chat templates have some KiB
 MAX_DIMENSIONS = 4
+MAX_DIMENSION = 2**48  # no arithmetic on smaller ones can hurt
 MAX_HEAD_DIM = 65_536
 DEFAULT_ALIGNMENT = 32
 
@@ -166,7 +168,10 @@ class _Cursor:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(code)))[0]
 
     def string(self) -> str:
-        return self.take(self.scalar("Q")).decode()
+        length = self.scalar("Q")
+        if length > MAX_STRING_BYTES:
+            raise _Damaged(f"a string of {length} bytes; the limit is {MAX_STRING_BYTES}")
+        return self.take(length).decode()
 
     def value(self) -> Any:
         kind = self.scalar("I")
@@ -196,8 +201,11 @@ class _Cursor:
             if start > size:
                 raise _Damaged(f"a string at {position} goes past the end ({size})")
             position = start + int.from_bytes(data[position:start], "little")
-            if position > size:
-                raise _Damaged(f"a string at {start} goes past the end ({size})")
+            if position > size or position - start > MAX_STRING_BYTES:
+                raise _Damaged(
+                    f"a string at {start} goes past the end ({size}) or the limit of "
+                    f"{MAX_STRING_BYTES} bytes"
+                )
             strings.append(data[start:position].decode())
         self.position = position
         return strings
@@ -243,6 +251,8 @@ def _entry(cursor: _Cursor) -> _Entry:
     if num_dimensions > MAX_DIMENSIONS:
         raise _Damaged(f"tensor {name!r:.80} has {num_dimensions} dimensions")
     shape = tuple(cursor.scalar("Q") for _ in range(num_dimensions))[::-1]
+    if any(size > MAX_DIMENSION for size in shape):
+        raise _Damaged(f"tensor {name!r:.80} has a dimension above {MAX_DIMENSION}: {list(shape)}")
     return _Entry(name, shape, cursor.scalar("I"), cursor.scalar("Q"))
 
 
