@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -82,6 +83,8 @@ def serve() -> None:
         request = json.loads(line)
         child = os.fork()
         if child == 0:
+            # As on a terminal: what a shell starts in the background has SIGINT ignored.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             os._exit(_run(request))
         print(child, flush=True)
         sys.stdin.readline()

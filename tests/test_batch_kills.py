@@ -1,114 +1,34 @@
-"""The batch program, killed at random moments with a real model: nothing is lost or repeated.
+"""The batch program, ended at random moments with a real model: nothing is lost or repeated.
 
 `test_batch_files.py` dies at every call that changes a file, in turn; here the whole program runs
-in processes of its own that get SIGKILL or SIGTERM, while it starts, computes, writes or ends.
+in processes of its own that get signals, while it starts, computes, writes or ends.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.fork_server import ForkServer
-from tests.tiny_checkpoint import arguments, tiny_checkpoint
+from tests.tiny_checkpoint import tiny_checkpoint
+from tests.tiny_job import Job
 
 STARTING = 3.0  # seconds that a start takes at most on a busy machine, roughly
-POLL = 0.001
+SECOND = 0.05  # seconds that a second signal comes later, at most
+# Lines that one step may still end: those that run, and bad ones that were read beside them.
+LAST_STEP = 32
 
+type Signals = tuple[signal.Signals, ...]
 
-def requests(count: int) -> str:
-    """Lines of many kinds: greedy and drawn, several samples, logprobs, stops, bad ones."""
-    rng = random.Random(3)
-    lines: list[str] = []
-    for i in range(count):
-        prompt = "".join(rng.choice("abcdefgh") for _ in range(rng.randint(1, 20)))
-        body = {"custom_id": f"r{i}", "prompt": prompt, "max_tokens": rng.randint(1, 24)}
-        body |= [{}, {"temperature": 0}, {"n": 3}, {"logprobs": 2}, {"stop": "a"}, {"n": 0}][i % 6]
-        lines.append(json.dumps(body) if i % 17 else "not JSON")
-    return "\n".join(lines) + "\n"
-
-
-@dataclass
-class Job:
-    """One input and the outputs of its runs."""
-
-    server: ForkServer
-    folder: Path
-    model: Path
-    count: int
-    rng: random.Random = field(default_factory=lambda: random.Random(11))
-    num_outputs: int = 0
-    wanted: bytes = b""
-
-    def __post_init__(self) -> None:
-        (self.folder / "in.jsonl").write_text(requests(self.count))
-        self.renew()
-        self.start()
-        assert self.server.wait() == 3, self.log.read_text()
-        self.wanted = self.out.read_bytes()
-        assert self.wanted.count(b"\n") == self.count
-        self.renew()
-
-    @property
-    def out(self) -> Path:
-        return self.folder / f"out-{self.num_outputs}.jsonl"
-
-    @property
-    def partial(self) -> Path:
-        return self.out.with_name(self.out.name + ".partial")
-
-    @property
-    def log(self) -> Path:
-        return self.folder / f"log-{self.num_outputs}"
-
-    def renew(self) -> None:
-        """From here on another output."""
-        self.num_outputs += 1
-
-    def start(self) -> int:
-        given = [self.folder / "in.jsonl", "--output", self.out, "--ordered"]
-        return self.server.start([*given, "--model", self.model, *arguments()], self.log)
-
-    def wait_for_answers(self, more: int, until: float) -> None:
-        """Returns when the run wrote so many answers, or when it is time."""
-        wanted = self.num_answers() + more
-        while self.num_answers() < wanted and time.monotonic() < until and not self.out.exists():
-            time.sleep(POLL)
-
-    def num_answers(self) -> int:
-        try:
-            return self.partial.read_bytes().count(b"\n")
-        except FileNotFoundError:
-            return 0
-
-    def whole_lines(self) -> bytes:
-        try:
-            data = self.partial.read_bytes()
-        except FileNotFoundError:
-            return b""
-        return data[: data.rfind(b"\n") + 1]
-
-    def finish(self) -> None:
-        """Runs to the end: the output is that of the run that nobody killed."""
-        self.start()
-        status = self.server.wait()
-        assert status == 3, self.log.read_text()
-        self.check()
-
-    def check(self) -> None:
-        assert self.out.read_bytes() == self.wanted
-        assert not self.partial.exists()
-        ids = [json.loads(line)["custom_id"] for line in self.wanted.splitlines()]
-        given = [i for i in ids if i is not None]
-        assert len(given) == len(set(given)) == self.count - -(-self.count // 17)
+KILL: Signals = (signal.SIGKILL,)
+TERM: Signals = (signal.SIGTERM,)
+INT: Signals = (signal.SIGINT,)
+MIX: tuple[Signals, ...] = (KILL, TERM, INT, INT * 2, INT + TERM, TERM * 3)
 
 
 @pytest.fixture(scope="module")
@@ -123,28 +43,51 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
-def kill_at_random(job: Job, number: signal.Signals, answers_per_run: int) -> int:
-    """One run that a signal ends, if it does not end before; returns its exit status."""
-    before = job.whole_lines()
+def kill_at_random(job: Job, numbers: Signals, answers_per_run: int) -> int:
+    """One run that signals end, if it does not end before; returns its exit status."""
+    before, said = job.whole_lines(), job.log.stat().st_size if job.log.exists() else 0
     pid = job.start()
     if job.rng.random() < 0.2:
         time.sleep(job.rng.uniform(0.0, STARTING))
     else:
         job.wait_for_answers(job.rng.randint(0, answers_per_run), time.monotonic() + 60)
         time.sleep(job.rng.uniform(0.0, 0.005))
-    os.kill(pid, number)  # nothing happens to one that has ended
+    missing = job.count - job.num_answers()
+    for at, number in enumerate(numbers):
+        time.sleep(job.rng.uniform(0.0, SECOND) if at else 0.0)
+        os.kill(pid, number)  # nothing happens to one that has ended
     status = job.server.wait()
     if not job.out.exists():
         assert job.whole_lines().startswith(before), "an answer that was there is gone"
+    if numbers != KILL:
+        shown = job.log.read_text()[said:]
+        check_stopped(job, numbers, status, missing, shown)
+        if status < 0 and not job.out.exists():
+            assert len(numbers) > 1 or (not shown and job.written() == before)
     return status
 
 
-def kill_many(job: Job, kills: int, answers_per_run: int) -> None:
+def check_stopped(job: Job, numbers: Signals, status: int, missing: int, shown: str) -> None:
+    """What signals that can be caught leave behind."""
+    told = "run the same command again to continue" in shown or "the same command starts" in shown
+    assert status in (3, 75, *(-number for number in numbers)), (status, shown)
+    assert told == (status == 75) or len(numbers) > 1, shown
+    assert "Traceback" not in shown or status == -signal.SIGINT, shown
+    if status == 3:
+        assert missing <= LAST_STEP, f"a signal was lost while {missing} lines were open: {shown}"
+    if status == 75:
+        assert job.written() == job.whole_lines(), "every line is whole"
+        assert ".lock" not in job.side_files()
+
+
+def kill_many(job: Job, kills: int, answers_per_run: int, ways: Sequence[Signals]) -> None:
     done = 0
     while done < kills:
-        status = kill_at_random(job, signal.SIGKILL, answers_per_run)
-        assert status in (3, -signal.SIGKILL), job.log.read_text()
-        done += status == -signal.SIGKILL
+        numbers = job.rng.choice(ways)
+        status = kill_at_random(job, numbers, answers_per_run)
+        if numbers == KILL:
+            assert status in (3, -signal.SIGKILL), job.log.read_text()
+        done += status != 3
         if status == 3:
             job.check()
             job.renew()
@@ -152,14 +95,19 @@ def kill_many(job: Job, kills: int, answers_per_run: int) -> None:
 
 
 def test_twelve_kills_over_a_hundred_lines(server: ForkServer, model: Path, tmp_path: Path) -> None:
-    kill_many(Job(server, tmp_path, model, 100), kills=12, answers_per_run=20)
+    kill_many(Job(server, tmp_path, model, 100), kills=12, answers_per_run=20, ways=[KILL])
+
+
+def test_eight_terms_over_a_hundred_lines(server: ForkServer, model: Path, tmp_path: Path) -> None:
+    kill_many(Job(server, tmp_path, model, 100), kills=8, answers_per_run=20, ways=[TERM])
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ways", [[KILL], [TERM], MIX], ids=["kill", "term", "mix"])
 def test_two_hundred_kills_over_a_thousand_lines(
-    server: ForkServer, model: Path, tmp_path: Path
+    ways: Sequence[Signals], server: ForkServer, model: Path, tmp_path: Path
 ) -> None:
-    kill_many(Job(server, tmp_path, model, 1000), kills=200, answers_per_run=12)
+    kill_many(Job(server, tmp_path, model, 1000), kills=200, answers_per_run=12, ways=ways)
 
 
 def test_sigterm_finishes_the_step_and_says_how_to_go_on(

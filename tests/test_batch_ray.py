@@ -25,8 +25,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.test_batch_kills import requests
 from tests.tiny_checkpoint import arguments, tiny_checkpoint
+from tests.tiny_job import requests
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "serve_batch.py"
