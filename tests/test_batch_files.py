@@ -403,6 +403,77 @@ def test_another_job_is_refused_and_nothing_is_touched(
     assert len(answers(out)) == 10 + (change == "input")
 
 
+def flip_a_letter(data: bytes) -> bytes:
+    return data.replace(b"abcdefgh", b"abcdefgi", 1)
+
+
+def drop_a_line(data: bytes) -> bytes:
+    return data[data.index(b"\n") + 1 :]
+
+
+def turn_two_lines(data: bytes) -> bytes:
+    first, second, *others = data.splitlines(keepends=True)
+    return b"".join([second, first, *others])
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (flip_a_letter, "the input (other text in its 11 lines)"),
+        (drop_a_line, "the input (11 lines then, 10 now)"),
+        (turn_two_lines, "the input (other text in its 11 lines)"),
+        (lambda data: gzip.compress(flip_a_letter(data)), "the input (other text in its 11 lines)"),
+        (lambda data: b"", "the input (11 lines then, 0 now)"),
+    ],
+    ids=["byte", "line", "order", "packed", "empty"],
+)
+def test_an_input_that_changed_under_its_name_is_refused(
+    change: Any, message: str, is_done: bool, source: Path, out: Path, loads: list[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    data = source.read_bytes()
+    if is_done:
+        assert job(source, out) == 3
+    else:
+        interrupt(source, out, monkeypatch)
+    source.write_bytes(change(data))
+    before = {path: path.read_bytes() for path in out.parent.iterdir() if path.suffix != ".lock"}
+    loads.clear()
+    assert job(source, out) == 2
+    assert f"error: {out} belongs to another job: {message}. " in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in out.parent.iterdir()} == before
+    assert not loads
+    source.write_bytes(data)  # and with what it was, the job goes on
+    assert job(source, out) == 3
+    assert len(answers(out)) == 10
+
+
+def test_a_changed_input_is_answered_anew_where_that_is_asked_for(
+    source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(source, out, monkeypatch, ordered=True)
+    source.write_bytes(flip_a_letter(source.read_bytes()))
+    wanted = reference(source, tmp_path / "ref", ordered=True)
+    assert job(source, out, ordered=True, overwrite=True) == 3
+    assert out.read_bytes() == wanted
+
+
+@pytest.mark.parametrize("unpack", [True, False])
+def test_an_input_may_be_packed_or_unpacked_between_two_runs(
+    unpack: bool, source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    wanted = reference(source, tmp_path / "ref", ordered=True)
+    forms = [source.read_bytes(), gzip.compress(source.read_bytes())]
+    source.write_bytes(forms[unpack])
+    interrupt(source, out, monkeypatch, ordered=True)
+    source.write_bytes(forms[not unpack])
+    assert job(source, out, ordered=True) == 3
+    assert "continuing " in capsys.readouterr().err
+    assert out.read_bytes() == wanted
+
+
 def test_sizes_and_memory_may_change_between_runs(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,7 +93,8 @@ def differences(old: Manifest, new: Manifest) -> list[str]:
     found: list[str] = []
     if old.input.get("sha256") != new.input.get("sha256"):
         then, now = old.input.get("lines"), new.input.get("lines")
-        found.append(f"the input ({then} lines then, {now} now)")
+        what = f"{then} lines then, {now} now" if then != now else f"other text in its {now} lines"
+        found.append(f"the input ({what})")
     if new.model.get("identity") is not None and (
         old.model.get("identity") != new.model["identity"]
     ):
