@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,19 @@ def test_thousands_of_mutated_headers(mutate: Any, tmp_path: Path) -> None:
 def test_a_file_in_pieces_is_the_same_file(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "t.gguf", to_gguf(tiny_tensors(CONFIG), CONFIG))
     assert mutated_gguf.take_apart(path.read_bytes()).pack() == path.read_bytes()
+
+
+def test_a_vocabulary_that_is_no_array_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "t.gguf", to_gguf(tiny_tensors(CONFIG), CONFIG))
+    parts = mutated_gguf.take_apart(path.read_bytes())
+    at = [field.key for field in parts.fields].index(b"tokenizer.ggml.tokens")
+    number = struct.pack("<f", 4.0)
+    parts.fields[at] = replace(parts.fields[at], kind=mutated_gguf.FLOAT32, value=number)
+    path.write_bytes(parts.pack())
+    with pytest.raises(
+        ModelFormatError, match=r"`tokenizer.ggml.tokens` must be an array. Got 4.0"
+    ):
+        load_model(path)
 
 
 @pytest.mark.parametrize("keep", [0, 3, 4, 8, 23, 24, 40, 200])
