@@ -432,6 +432,10 @@ def _commit(
     for live, _ in draft.grown:
         live.capacity = live.table.capacity
         live.shares_tail = False
+    for at in draft.special:
+        if draft.scheduled[at].num_samples > 1:
+            owner = draft.lives[at].owner
+            owner.drawn = tuple(member.sequence.sample for member in owner.members)
     for live, scheduled in zip(draft.lives, draft.scheduled, strict=True):
         if live.in_flight is None:
             live.in_flight = scheduled

@@ -706,4 +706,5 @@ def test_the_state_is_changed_in_place(rng: np.random.Generator) -> None:
 
 def test_device_rows_have_the_fields_of_the_plan() -> None:
     names = [field.name for field in fields(sampling.DeviceRows)]
-    assert names == [field.name for field in fields(SamplingRows)]
+    # The runner keeps for each slot what was drawn last; the sampler knows nothing of it.
+    assert names == [f.name for f in fields(SamplingRows) if f.name != "token_slot"]

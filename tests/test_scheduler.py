@@ -363,6 +363,18 @@ def test_an_abort_in_flight_frees_pages_and_slot_at_once() -> None:
     bench.finish_all(stays, new)
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_sample_that_ends_while_the_fork_is_in_flight_costs_the_others_nothing(n: int) -> None:
+    """Each keeps the token that was drawn for it, and its count."""
+    bench = Bench()
+    samples = bench.add(6, n=n, max_tokens=9, temperature=1.0, presence_penalty=1.0)
+    plan = bench.schedule()
+    result = bench.runner.run(plan)
+    bench.scheduler.finish(samples[1], FinishReason.ABORT)
+    bench.update(plan, result)
+    bench.finish_all([sample for sample in samples if sample is not samples[1]])
+
+
 def test_a_dropped_step_is_done_again() -> None:
     bench = Bench(max_num_batched_tokens=8)
     requests = [bench.add(15, n=3, max_tokens=20, presence_penalty=1.0), bench.add(4)]

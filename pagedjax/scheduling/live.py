@@ -149,6 +149,7 @@ class LiveRequest:
     adjustments: Adjustments | None
     members: list[LiveSequence] = field(default_factory=list[LiveSequence])  # not finished
     is_forked: bool = True  # False: members[0] is to compute the prompt for all of them
+    drawn: tuple[int, ...] = ()  # samples that the fork in flight draws for, in the order of rows
     was_admitted: bool = False
     reports_tokens_only: bool = False  # neither logprobs nor beams are read from its rows
     beams: BeamSearch | None = None

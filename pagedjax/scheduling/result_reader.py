@@ -86,8 +86,13 @@ class ResultReader:
         if live.owner.beams is not None:
             self.num_generated_tokens += 1
             return self._beams.take(live, live.owner.beams, self._offers(result, drawing))
-        members = self._fork(live) if live.is_leader else [live]
-        for row, member in enumerate(members, drawing):
+        if scheduled.num_samples == 1:
+            members, rows = self._fork(live) if live.is_leader else [live], [drawing]
+        else:
+            members, drawn = self._fork(live, shared_slot=True), live.owner.drawn
+            # Some may have ended since the plan was made.
+            rows = [drawing + drawn.index(member.sequence.sample) for member in members]
+        for row, member in zip(rows, members, strict=True):
             self._append(member, tokens[row], result, row)
         return [member.sequence for member in members]
 
@@ -113,8 +118,11 @@ class ResultReader:
             live.catch_up()
             self._cache.insert_computed(live.chain, sequence.tokens, live.table, total)
 
-    def _fork(self, leader: LiveSequence) -> list[LiveSequence]:
-        """The prompt is computed: every sequence of the request goes on from its pages."""
+    def _fork(self, leader: LiveSequence, *, shared_slot: bool = False) -> list[LiveSequence]:
+        """The prompt is computed: every sequence of the request goes on from its pages.
+
+        `shared_slot`: all drew on the leader's slot, where none of their tokens was counted.
+        """
         owner, members = leader.owner, list(leader.owner.members)
         with self._allocator.transaction():
             tables = [leader.table, *(leader.table.fork() for _ in members[1:])]
@@ -123,8 +131,8 @@ class ResultReader:
             member.table = table
             member.capacity = leader.capacity
             member.shares_tail = len(members) > 1
-            if len(members) > 1:
-                member.row_state = None  # n rows drew on one slot and were counted for none
+            if shared_slot:
+                member.row_state = None
             if member is leader:
                 continue
             member.chain = leader.chain.fork()
