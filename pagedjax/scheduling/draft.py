@@ -98,7 +98,6 @@ class StepDraft:
         self._slots_left = 0  # for who is admitted
         self._reserved = 0  # pages that who is admitted must leave
         self._is_ahead = is_ahead
-        self._num_visited = 0  # running sequences that the front has seen
         self._passed: list[LiveSequence] = []  # by the front: their results must be read first
 
     def park(self, idle: LiveSequence) -> None:
@@ -112,7 +111,7 @@ class StepDraft:
         kept = list(running)  # victims leave it, behind the place where the loop is
         budget = self._config.max_num_batched_tokens
         self._decode_front(running)
-        done = self._num_visited
+        done = len(self.front_tokens) + len(self._passed)
         for at, live in enumerate(islice(kept, done, None), done + 1):
             if self.num_tokens >= budget:
                 return
@@ -264,7 +263,6 @@ class StepDraft:
             row += 1
         self._pages.free = free_pages
         self.num_tokens = self.num_rows = row
-        self._num_visited = row + len(self._passed)
 
     @property
     def is_decode(self) -> bool:
@@ -356,7 +354,7 @@ class StepDraft:
         pages = sum((start + 1) % size == 0 for start in self.starts[:front])
         triples = zip(self.lives[front:], self.starts[front:], self.scheduled[front:], strict=True)
         ends = {live: start + s.num_tokens for live, start, s in triples}
-        others = chain(self._passed, islice(running, self._num_visited, None))
+        others = chain(self._passed, islice(running, front + len(self._passed), None))
         return pages + sum(self._reserve(live, ends.get(live)) for live in others)
 
     def _reserve(self, live: LiveSequence, end: int | None) -> int:
