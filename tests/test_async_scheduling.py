@@ -16,7 +16,7 @@ from pagedjax.plan import StepPlan, StepResult
 from pagedjax.scheduler import Scheduler
 from tests.fake_runner import FakeRunner, plain_answer
 from tests.helpers import dense_greedy
-from tests.tiny_engine import answers, drain, tiny_engine, tokens_of
+from tests.tiny_engine import answers, drain, tiny_engine, tokens_of, until_interrupted
 
 CONFIG = SchedulerConfig(
     max_num_seqs=4,
@@ -196,14 +196,7 @@ def test_an_interrupt_drops_what_is_in_flight_and_loses_nothing(call: str) -> No
     runner.fails = lambda seen: KeyboardInterrupt() if seen == call else None
     add(engine, "a", 5, 6)
     add(engine, "b", 9, 6)
-    outputs: dict[str, RequestOutput] = {}
-
-    def step_on() -> None:
-        while engine.has_unfinished:
-            outputs.update({output.request_id: output for output in engine.step()})
-
-    with pytest.raises(KeyboardInterrupt):
-        step_on()
+    outputs = until_interrupted(engine)
     engine.check_integrity()
     outputs |= drain(engine)
     check(engine, outputs)
@@ -225,16 +218,9 @@ def test_an_interrupt_right_after_a_result_loses_no_text(monkeypatch: pytest.Mon
     monkeypatch.setattr(engine.scheduler, "update", interrupted)
     engine.add_request("a", [1, 2, 3], params)
     engine.add_request("b", [4, 5], params)
-    outputs: dict[str, RequestOutput] = {}
-
-    def step_on() -> None:
-        while engine.has_unfinished:
-            outputs.update({output.request_id: output for output in engine.step()})
-
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            step_on()
+        outputs = until_interrupted(engine)
     finally:
         signal.signal(signal.SIGINT, handler)
     outputs |= drain(engine)

@@ -24,7 +24,15 @@ from tests.helpers import (
     dense_logprobs,
 )
 from tests.test_runner import compilations
-from tests.tiny_engine import answer, answers, drain, tiny_engine, tiny_llm, tokens_of
+from tests.tiny_engine import (
+    answer,
+    answers,
+    drain,
+    tiny_engine,
+    tiny_llm,
+    tokens_of,
+    until_interrupted,
+)
 
 PROMPT = [3, 9, 27, 1, 14, 5, 30]
 
@@ -602,14 +610,7 @@ def test_a_step_that_breaks_off_is_run_again(at: int, is_late: bool) -> None:
     params = greedy(9, presence_penalty=1.2, frequency_penalty=0.5)
     engine.add_request("a", PROMPT * 4, params)
     engine.add_request("b", [1, 2], greedy(9, n=2))
-    outputs: dict[str, RequestOutput] = {}
-
-    def step_on() -> None:
-        while engine.has_unfinished:
-            outputs.update({output.request_id: output for output in engine.step()})
-
-    with pytest.raises(KeyboardInterrupt):
-        step_on()
+    outputs = until_interrupted(engine)
     engine.check_integrity()
     outputs |= drain(engine)
     assert tokens_of(outputs["a"]) == dense_adjusted(PROMPT * 4, params)

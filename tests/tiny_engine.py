@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from pagedjax import LLM, RequestOutput, SamplingParams
 from pagedjax.engine import LLMEngine
 from pagedjax.intake import Prompt
@@ -77,6 +79,19 @@ def drain(engine: LLMEngine) -> dict[str, RequestOutput]:
             assert output.request_id not in outputs
             outputs[output.request_id] = output
     engine.check_integrity()
+    return outputs
+
+
+def until_interrupted(engine: LLMEngine) -> dict[str, RequestOutput]:
+    """Steps until one raises `KeyboardInterrupt`, which one must; outputs so far by request id."""
+    outputs: dict[str, RequestOutput] = {}
+
+    def step_on() -> None:
+        while engine.has_unfinished:
+            outputs.update({output.request_id: output for output in engine.step()})
+
+    with pytest.raises(KeyboardInterrupt):
+        step_on()
     return outputs
 
 
