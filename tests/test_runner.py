@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from pagedjax import SamplingParams
+from pagedjax import runner as runner_module
 from pagedjax.config import SchedulerConfig
 from pagedjax.errors import TransferError
 from pagedjax.host_pool import MovePrograms
@@ -31,7 +32,7 @@ from pagedjax.plan import (
     StepPlan,
     StepResult,
 )
-from pagedjax.rates import Rates
+from pagedjax.rates import MovingMedian, Rates
 from pagedjax.runner import ModelRunner
 from tests.helpers import VOCAB, TinyLM, dense_greedy
 from tests.tiny_engine import answers, drain, tiny_engine, tiny_llm, tokens_of
@@ -214,6 +215,26 @@ def idle_plan(runner: ModelRunner) -> StepPlan:
     config = tiny_llm().engine.scheduler.config
     past = config.num_pages * config.page_size + np.arange(plan.bucket, dtype=np.int32)
     return replace(plan, slot_mapping=past)
+
+
+def test_a_step_behind_another_is_timed_from_the_end_of_that_one(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its tokens would seem to cost what two steps take."""
+    times = iter([0.0, 1.0, 10.0, 10.0, 12.0, 12.0])  # two launches, then each result and its note
+    config = tiny_llm().engine.scheduler.config
+    is_full = [not config.is_decode_bucket(p.bucket) and p.num_tokens * 2 > p.bucket
+               for p in recorded_plans()]  # fmt: skip
+    plan = replace(recorded_plans()[is_full.index(True)], copies=(), row_updates=())
+    noted = MovingMedian()
+    monkeypatch.setattr(runner, "_seconds_per_token", noted)
+    monkeypatch.setattr(runner_module.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(runner, "_last_read", -1.0)
+    first, second = runner.launch(plan), runner.launch(plan)
+    first()
+    assert noted.value == 10.0 / plan.num_tokens
+    second()
+    assert noted.value == (10.0 + 2.0) / 2 / plan.num_tokens
 
 
 def test_all_copies_of_a_step_are_done_and_nothing_else(runner: ModelRunner) -> None:
