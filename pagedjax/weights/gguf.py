@@ -302,7 +302,9 @@ def _quantised_decoder(number: int, kind: str) -> Callable[[np.ndarray], np.ndar
         # Blocks are independent: as one long row, for the package takes only 16 rows at a time.
         one_row = raw.reshape(1, -1)
         try:
-            decoded = quants.dequantize(one_row, quants.GGMLQuantizationType(number))
+            # A damaged scale gives NaN, which the request that meets it reports.
+            with np.errstate(invalid="ignore", over="ignore"):
+                decoded = quants.dequantize(one_row, quants.GGMLQuantizationType(number))
             return decoded.reshape(raw.shape[0], -1)
         except (NotImplementedError, ValueError) as error:
             raise ModelFormatError(

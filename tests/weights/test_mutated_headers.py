@@ -213,3 +213,13 @@ def test_a_tensor_of_terabytes_is_refused_before_it_is_read(tmp_path: Path) -> N
     sparse(path, struct.pack("<Q", len(text)) + text, 2**40 + 8 + len(text))
     with alarm("a terabyte"), pytest.raises(ModelFormatError, match="of a wrong shape"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("scale", [np.inf, np.nan])
+def test_a_damaged_scale_gives_nan_without_a_word(scale: float) -> None:
+    """Of blocks it is data like any other; NumPy's warnings would name no file."""
+    decode = gguf._quantised_decoder(3, "Q4_1")
+    assert decode is not None
+    block = np.zeros((1, 20), np.uint8)
+    block[0, :2] = np.array([scale], np.float16).view(np.uint8)
+    assert np.isnan(decode(block)).all()
