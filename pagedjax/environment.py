@@ -2,6 +2,7 @@
 
 PAGEDJAX_CACHE_DIR   where compiled programs are kept between runs; empty: nowhere.
                      Default: $XDG_CACHE_HOME/pagedjax or ~/.cache/pagedjax.
+PAGEDJAX_CPU_KERNELS 0: products on a CPU are XLA's, also where a C++ compiler could build faster ones.
 NO_COLOR             not empty: what is drawn in a terminal has no colours (https://no-color.org).
 """
 
@@ -17,14 +18,20 @@ class Environment:
     """What the environment says."""
 
     cache_dir: Path | None  # None: keep no compiled programs
+    cpu_kernels: bool  # use our own where they can be built
     no_color: bool
 
 
 def read() -> Environment:
     """Reads the variables now."""
     no_color = bool(os.environ.get("NO_COLOR"))
+    cpu_kernels = os.environ.get("PAGEDJAX_CPU_KERNELS") != "0"
+    return Environment(_cache_dir(), cpu_kernels, no_color)
+
+
+def _cache_dir() -> Path | None:
     given = os.environ.get("PAGEDJAX_CACHE_DIR")
     if given is not None:
-        return Environment(Path(given).expanduser() if given else None, no_color)
+        return Path(given).expanduser() if given else None
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Environment(Path(base) / "pagedjax", no_color)
+    return Path(base) / "pagedjax"

@@ -15,7 +15,10 @@ from pagedjax.device import Platform
 from pagedjax.errors import ConfigError
 from pagedjax.models import contract
 from pagedjax.models.contract import FlatModel
-from pallas_kernels.platform import MOSAIC
+from pallas_kernels import cpu
+from pallas_kernels.platform import MOSAIC, NATIVE_CPU
+
+_KERNELS: dict[Platform, str] = {**MOSAIC, "cpu": NATIVE_CPU}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,9 @@ def choose(
     if asked is not None:
         return _try(model, cache_dtype, page_size, asked, "asked for")
     platform = platform or device.platform()
-    kernels, kind = MOSAIC.get(platform), platform.upper()
+    kernels, kind = _KERNELS[platform], platform.upper()
     reason = f"the portable one; device is a {kind}"
-    if kernels is not None:
+    if kernels != NATIVE_CPU or cpu.is_loaded():
         try:
             return _try(model, cache_dtype, page_size, kernels, f"the kernels for a {kind}")
         except ConfigError as error:

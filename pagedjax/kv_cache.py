@@ -185,7 +185,7 @@ def _groups(kv_cache: KVCache) -> tuple[tuple[jax.Array, ...], ...]:
 
 def _updates(implementation: str | None) -> str | None:
     """Plain XLA stays plain; beside a kernel for attention, the best that the chip has."""
-    return "xla" if implementation in ("xla", "reference") else None
+    return "xla" if implementation in ("xla", "native_cpu", "reference") else None
 
 
 def _replace_layer(

@@ -1,7 +1,7 @@
 """The key of a compiled program: a digest of all that decides what the compiler makes of it.
 
 Two programs with one key are the same machine code for the same processor. So a key covers this
-package's own sources, the versions of what traces and compiles, the device, the processor's
+package's own sources, the CPU kernels that are loaded, the versions of what traces and compiles, the device, the processor's
 features (machine code for one does not run on another), the flags and options that JAX and XLA
 read, the shapes, and what the program's function holds. It does not cover code that is replaced
 at run time: who patches pagedjax sets `PAGEDJAX_CACHE_DIR` to nothing.
@@ -24,10 +24,11 @@ from typing import Any
 import jax
 
 from pagedjax.threads import num_cpus
+from pallas_kernels import cpu
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu")
 _FOLDERS = ("pagedjax", "pallas_kernels")  # whose sources make programs
-_SUFFIXES = (".py", ".json")
+_SUFFIXES = (".py", ".json", ".cc", ".h")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "JAX_PLATFORMS")
 # Lines of /proc/cpuinfo that say what code a processor runs; x86 and ARM have other names.
 _CPU_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU architecture")
@@ -47,6 +48,7 @@ def surroundings() -> dict[str, str]:
         "processor": f"{platform.machine()} x{os.cpu_count()}, {num_cpus()} for us\n{_processor()}",
         "variables": repr([os.environ.get(name) for name in _VARIABLES]),
         "options": repr(_options()),
+        "kernels": cpu.loaded_key(),
     }
 
 

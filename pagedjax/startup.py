@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pagedjax import device, environment, host_pool, kernel_choice, program_key
+from pagedjax import cpu_kernels, device, environment, host_pool, kernel_choice, program_key
 from pagedjax.capacity import (
     GIB,
     PageLayout,
@@ -56,6 +56,7 @@ class StartupReport:
     quantization: str  # of the layers' matrices; "none": they are in `dtype`
     kv_cache_dtype: str
     attention: str  # implementation, and why
+    products: str  # what computes them, and why
     weights_bytes: int
     load_seconds: float
     memory_free_bytes: int  # before the pool was allocated
@@ -110,7 +111,7 @@ class StartupReport:
             f"KV cache size: {tokens:,} tokens. Maximum concurrency for {self.max_model_len:,} "
             f"tokens per request: {self.max_concurrency:.2f}x",
             f"Attention: {self.attention}. Steps of at most {self.max_num_seqs} sequences and "
-            f"{self.max_num_batched_tokens} tokens",
+            f"{self.max_num_batched_tokens} tokens. Products: {self.products}",
             f"Programs for steps of {list(self.buckets)} tokens: {self.num_compiled} compiled, "
             f"{self.num_programs - self.num_compiled} kept from earlier starts, in "
             f"{self.compile_seconds:.1f} s",
@@ -144,7 +145,9 @@ def start_engine(
     """
     started = time.monotonic()
     events = None if options.event_log is None else EventLog(options.event_log)
-    programs = ProgramSet(_store())
+    store = _store()
+    products = cpu_kernels.prepare(store)
+    programs = ProgramSet(store)
     flat = contract.flatten(model, identity=facts.identity)
     target = device.here()
     sizes = decide(flat, options, facts, target, programs)
@@ -169,6 +172,7 @@ def start_engine(
         quantization=options.quantization,
         kv_cache_dtype=str(sizes.cache_dtype),
         attention=str(sizes.choice),
+        products=products,
         weights_bytes=flat.num_bytes,
         load_seconds=facts.load_seconds,
         memory_free_bytes=target.memory.free,

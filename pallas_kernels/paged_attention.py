@@ -11,16 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from pallas_kernels import arguments, reference
+from pallas_kernels import arguments, cpu, reference
 from pallas_kernels.attention_plan import AttentionPlan, Problem, make_plan
+from pallas_kernels.merge import add_sinks
 from pallas_kernels.paged_attention_mosaic import LIMITS, paged_attention_mosaic
 from pallas_kernels.paged_attention_xla import paged_attention_xla
-from pallas_kernels.platform import MOSAIC, check_interpret, check_runs, traced_platform
+from pallas_kernels.platform import (
+    MOSAIC,
+    NATIVE_CPU,
+    check_interpret,
+    check_runs,
+    traced_platform,
+)
 from pallas_kernels.quantize import LARGEST
 from pallas_kernels.score_rule import ScoreRule
 from pallas_kernels.tuning import KernelConfig
 
-IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu", "xla", "reference")
+IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu", "native_cpu", "xla", "reference")
 MAX_PAGE_SIZE = 256
 MAX_HEAD_DIM = 2**31 - 1  # an array's index
 SOFT_CAPS = (1e-30, 1e30)  # beyond, scores of ordinary size divided by it leave float32
@@ -89,8 +96,8 @@ def paged_attention(
       plan: of `plan_attention`, made once a step for all layers; None: made here.
       batch_invariant: the same bits for a row whatever else is in the batch; for one width of
         the page table, which decides where long rows are cut.
-      implementation: "mosaic_gpu", "mosaic_tpu", "xla" or "reference"; None is the best for the
-        device. A named one that cannot do the job raises; it never falls back in silence.
+      implementation: "mosaic_gpu", "mosaic_tpu", "native_cpu" (see `pallas_kernels.cpu`), "xla"
+        or "reference"; None is the best for the device. A named one that cannot do the job raises; it never falls back in silence.
         "reference" reads values, so it does not run under jit: NotImplementedError there.
       interpret: run a Mosaic implementation on the CPU, with race detection; or the parameters
         of Pallas' interpreter.
@@ -135,6 +142,17 @@ def paged_attention(
     rule = ScoreRule(scale, sliding_window, soft_cap)
     if chosen == "reference":
         out, lse = _reference(arrays, rule, per_head)
+    elif chosen == NATIVE_CPU:
+        sinks = per_head["sinks"]
+        out, lse = cpu.attention(
+            *arrays,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            alibi_slopes=per_head["alibi_slopes"],
+        )
+        if sinks is not None:
+            out, lse = add_sinks(out.astype(jnp.float32), lse, sinks)
     elif chosen == "xla":
         out, lse = paged_attention_xla(
             *arrays,
@@ -236,8 +254,8 @@ def padded_head_dim(head_dim: int, implementation: str | None = None) -> int:
         raise ValueError(
             f"`head_dim` must be from 1 to {MAX_HEAD_DIM}. Got {arguments.shown(head_dim)}."
         )
-    chosen = implementation or MOSAIC.get(traced_platform(), "xla")
-    widths = LIMITS[chosen].head_dims if chosen in LIMITS else (head_dim,)
+    chosen = implementation or MOSAIC.get(traced_platform())
+    widths = LIMITS[chosen].head_dims if chosen and chosen in LIMITS else (head_dim,)
     fitting = [width for width in widths if width >= head_dim]
     if not fitting:
         raise NotImplementedError(
@@ -260,7 +278,8 @@ def best_implementation(q: Any, kv_pages: Any, page_table: Any) -> tuple[str, st
     _check_rank("page_table", page_table, "[max_seqs, pages_per_seq]", 2)
     mosaic = MOSAIC.get(traced_platform())
     if mosaic is None:
-        return "xla", ""
+        limit = cpu.attention_limit(q, kv_pages)
+        return (NATIVE_CPU, "") if limit is None else ("xla", limit)
     options = {"sliding_window": None, "max_q_len": None, "batch_invariant": False}
     try:
         _problem(q, kv_pages, page_table, mosaic, **options)
@@ -282,6 +301,10 @@ def _choose(
 def _problem(
     q: Any, kv_pages: Any, page_table: Any, implementation: str, **options: Any
 ) -> Problem:
+    if implementation == NATIVE_CPU:
+        limit = cpu.attention_limit(q, kv_pages)
+        if limit is not None:
+            raise NotImplementedError(f"`implementation` {NATIVE_CPU!r} cannot do this: {limit}.")
     problem = Problem.of(q, kv_pages, page_table, implementation=implementation, **options)
     if implementation.startswith("mosaic"):
         quantized = kv_pages.dtype in LARGEST

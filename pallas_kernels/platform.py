@@ -10,8 +10,10 @@ import jax
 
 type Platform = Literal["cpu", "gpu", "tpu"]
 
+NATIVE_CPU = "native_cpu"  # the kernels in C++, which only a CPU runs
+
 # Which implementation holds the kernels of a platform; others have none.
-MOSAIC: dict[str, str] = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
+MOSAIC: dict[Platform, str] = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 
 
 def traced_platform() -> Platform:
@@ -50,6 +52,10 @@ def check_interpret(implementation: str | None, interpret: Any) -> None:
 def check_runs(implementation: str, interpret: Any) -> None:
     """Raises `NotImplementedError` for kernels that neither run here nor are interpreted."""
     mosaic, here = implementation in MOSAIC.values(), traced_platform()
+    if implementation == NATIVE_CPU and here != "cpu":
+        raise NotImplementedError(
+            f"`implementation` {implementation!r} does not run on a {here.upper()}. Use 'xla'."
+        )
     if mosaic and not interpret and MOSAIC.get(here) != implementation:
         raise NotImplementedError(
             f"`implementation` {implementation!r} does not run on a {here.upper()}. Use 'xla', or "

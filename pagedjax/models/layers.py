@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import cpu
 from pallas_kernels.platform import traced_platform
 from pallas_kernels.quantize import quantize
 
@@ -23,6 +24,8 @@ _NARROW_TILE = 16
 _WIDE = 16  # times as many outputs as inputs
 _FEW_ROWS_WIDE = 8
 
+_NATIVE_ROWS = 64  # of bfloat16, half as many of float32
+
 _INIT = nnx.initializers.normal(0.02)  # what GPT-2 and the Llama family start training from
 
 
@@ -31,8 +34,24 @@ def initial(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: jnp.dtype) -> 
     return jnp.zeros(shape, dtype) if rngs is None else _INIT(rngs.params(), shape, dtype)
 
 
-def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [num_rows, in] times weight [out, in] in x's dtype or 8-bit: f32[num_rows, out]."""
+def product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    """x [num_rows, in] times weight [out, in] in x's dtype or 8-bit: [num_rows, out].
+
+    `dtype`: of the result, x's or float32; None: float32.
+    """
+    dtype = dtype or jnp.dtype(jnp.float32)
+    if traced_platform() == "cpu" and _is_better_native(x, weight):
+        return cpu.product(x, weight, dtype)
+    return _xla_product(x, weight).astype(dtype)
+
+
+def _is_better_native(x: jax.Array, weight: jax.Array) -> bool:
+    """Whether our own kernel is there and faster: with many rows, XLA's repacking pays."""
+    most = _NATIVE_ROWS if x.dtype.itemsize < 4 else _NATIVE_ROWS // 2
+    return x.shape[0] <= most and cpu.can_multiply(x, weight)
+
+
+def _xla_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     if weight.dtype.itemsize == 1:
         # Not before x is known: XLA would widen the weights of all layers first, and keep them.
         x, weight = jax.lax.optimization_barrier((x, weight))
@@ -113,6 +132,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [num_rows, in] -> [num_rows, out] in x's dtype."""
+        if self.scale is None and self.bias is None:
+            return product(x, self.weight[...], x.dtype)
         out = product(x, self.weight[...])
         if self.scale is not None:
             out = out * self.scale[...][None, :]

@@ -1,0 +1,59 @@
+"""Whether products on a CPU are our own kernels, and where those are kept between starts.
+
+Owns the decision and the words for it. How they are built and what they compute is in
+`pallas_kernels.cpu`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import jax
+
+from pagedjax import device, environment
+from pagedjax.program_store import Entry, ProgramStore
+from pallas_kernels import cpu
+from pallas_kernels.cpu import BuildError, Recipe
+
+logger = logging.getLogger("pagedjax")
+
+
+def prepare(store: ProgramStore | None) -> str:
+    """Builds or reads the kernels and loads them, where this process computes on a CPU.
+
+    Whatever stands against it, the products are XLA's then; before any program is traced.
+
+    Args:
+      store: where the compiled library is kept; None: it is built at each start.
+
+    Returns:
+      what computes the products, for people.
+    """
+    if device.platform() != "cpu":
+        return "XLA"
+    if not environment.read().cpu_kernels:
+        return "XLA (PAGEDJAX_CPU_KERNELS is off)"
+    if jax.local_device_count() > 1:
+        return "XLA (the CPU is split into several devices)"
+    recipe = cpu.find_recipe()
+    if recipe is None:
+        return "XLA (there is no C++ compiler to build faster ones)"
+    try:
+        if cpu.loaded_key() != recipe.key:
+            _load(recipe, store)
+    except BuildError as error:
+        logger.warning("products are XLA's, and slower: %s", error)
+        return f"XLA ({recipe.compiler} cannot build faster ones)"
+    return f"own kernels, built by {recipe.compiler}"
+
+
+def _load(recipe: Recipe, store: ProgramStore | None) -> None:
+    entry = None if store is None else store.read(recipe.key)
+    if entry is None:
+        started = time.perf_counter()
+        library = recipe.build()
+        entry = Entry("CPU kernels", time.perf_counter() - started, library)
+        if store is not None:
+            store.write(recipe.key, entry)
+    cpu.load(recipe, entry.payload)

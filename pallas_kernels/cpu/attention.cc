@@ -1,0 +1,517 @@
+// Causal attention of a ragged batch over keys and values in pages: see `paged_attention`.
+//
+// A unit of work is one key-value head and some query tokens of one sequence. It goes over blocks
+// of kBlock positions with an online softmax. A block's keys are turned, its values paired, into a
+// buffer that stays in the core's cache: both products then broadcast a number of the row and add
+// to lanes, which never have to be summed. Blocks begin at multiples of kBlock and each row is
+// computed for itself, so a row has the same bits whatever rows are beside it.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "vectors.h"
+#include "workers.h"
+
+namespace pagedjax {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int kBlock = 64;          // positions
+constexpr int kTileRows = 48;       // query rows of a unit: heads of a group times tokens
+constexpr int kRowsAtOnce = 6;      // of the inner products: 24 sums, 4 of a block, one of a row
+constexpr int kVectorsAtOnce = 4;
+constexpr int kBytesOfLine = 64;
+constexpr int kSharesPerThread = 8;
+// Lines of memory to fetch between two pieces of work, each of some hundred cycles.
+constexpr int kFetchedASquare = 8;
+constexpr int kFetchedAStep = 4;
+constexpr int kFetchedARow = 16;
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+// The batch, as `paged_attention` gets it.
+template <typename T>
+struct Problem {
+  const T* q;               // [num_tokens, num_q_heads, head_dim]
+  const T* kv_pages;        // [num_pages, 2, num_kv_heads, page_size, head_dim]
+  const int32_t* page_table;  // [max_seqs, pages_per_seq]
+  const int32_t* kv_lens;     // [max_seqs]
+  const int32_t* cu_q_lens;   // [max_seqs + 1]
+  const float* slopes;        // [num_q_heads], or null
+  T* out;                     // as q
+  float* lse;                 // [num_tokens, num_q_heads]
+  int64_t num_tokens, num_q_heads, num_kv_heads, head_dim, num_pages, page_size, pages_per_seq;
+  float scale, soft_cap;      // soft_cap 0: none
+  int64_t window;             // positions that a query sees; at least 1
+
+  int64_t group() const { return num_q_heads / num_kv_heads; }
+
+  // Keys of a head in the page that is listed for a sequence; its values are `to_values` further.
+  const T* keys(int64_t seq, int64_t column, int64_t head) const {
+    const int64_t listed = page_table[seq * pages_per_seq + column];
+    const int64_t page = std::clamp<int64_t>(listed, 0, num_pages - 1);
+    return kv_pages + (page * 2 * num_kv_heads + head) * page_size * head_dim;
+  }
+  int64_t to_values() const { return num_kv_heads * page_size * head_dim; }
+};
+
+// Query tokens [first, end) of a sequence, whose last token is at position kv_len - 1.
+struct Unit {
+  int64_t seq, head, first, end;
+  int64_t position;  // of the first token
+};
+
+// c [kRows, kVectors] = or += a [kRows, steps] b [steps, kVectors]: words of a are broadcast.
+template <typename T, int kRows, int kVectors>
+void multiply_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
+                   int64_t steps, float* c, int64_t c_stride, bool adds) {
+  typedef typename Packed<T>::Vector Vector;
+  Floats sums[kRows][kVectors];
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kVectors; ++j)
+      sums[i][j] = adds ? load<Floats>(c + i * c_stride + j * kLanes) : Floats{};
+  for (int64_t k = 0; k < steps; ++k) {
+    Vector vectors[kVectors];
+    for (int j = 0; j < kVectors; ++j) vectors[j] = load<Vector>(b + k * b_stride + j * kLanes);
+    for (int i = 0; i < kRows; ++i) {
+      const auto word = reinterpret_cast<Vector>(Words{} + a[i * a_stride + k]);
+      for (int j = 0; j < kVectors; ++j) sums[i][j] = Packed<T>::add_product(sums[i][j], word, vectors[j]);
+    }
+  }
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kVectors; ++j)
+      std::memcpy(c + i * c_stride + j * kLanes, &sums[i][j], sizeof sums[i][j]);
+}
+
+template <typename T, int kRows>
+void multiply_rows(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
+                   int64_t steps, float* c, int64_t c_stride, bool adds) {
+  int64_t lane = 0;
+  for (; lane + kVectorsAtOnce * kLanes <= b_stride; lane += kVectorsAtOnce * kLanes)
+    multiply_tile<T, kRows, kVectorsAtOnce>(a, a_stride, b + lane, b_stride, steps, c + lane, c_stride, adds);
+  for (; lane < b_stride; lane += kLanes)
+    multiply_tile<T, kRows, 1>(a, a_stride, b + lane, b_stride, steps, c + lane, c_stride, adds);
+}
+
+// The same for any number of rows. b_stride and c_stride are whole vectors.
+template <typename T>
+void multiply(const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b, int64_t b_stride,
+              int64_t steps, float* c, int64_t c_stride, bool adds) {
+  int64_t row = 0;
+  for (; row + kRowsAtOnce <= rows; row += kRowsAtOnce)
+    multiply_rows<T, kRowsAtOnce>(a + row * a_stride, a_stride, b, b_stride, steps, c + row * c_stride,
+                                  c_stride, adds);
+  for (; row + 3 <= rows; row += 3)
+    multiply_rows<T, 3>(a + row * a_stride, a_stride, b, b_stride, steps, c + row * c_stride, c_stride, adds);
+  for (; row < rows; ++row)
+    multiply_rows<T, 1>(a + row * a_stride, a_stride, b, b_stride, steps, c + row * c_stride, c_stride, adds);
+}
+
+// e^x for x <= 0, to about 2 units in the last place; 0 below -87.
+inline Floats exp_of_negative(Floats x) {
+  constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole
+  const Floats low = Floats{} - 87.0f;
+  const Floats bounded = x < low ? low : x;
+  const Floats shifted = bounded * kLog2E + kRounds;
+  const Floats whole = shifted - kRounds;
+  const Floats rest = bounded - whole * kLn2High - whole * kLn2Low;
+  // Taylor's series to rest^7 / 7!, |rest| <= ln(2) / 2.
+  Floats sum = Floats{} + 1.0f / 5040;
+  for (const float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    sum = sum * rest + term;
+  const Words power = (reinterpret_cast<Words>(shifted) - 0x4b400000u) << 23;  // into the exponent
+  const Floats result = reinterpret_cast<Floats>(reinterpret_cast<Words>(sum) + power);
+  return x < low ? Floats{} : result;
+}
+
+// Memory that is read soon. It is fetched some lines at a time, between other work: a core waits for
+// so many lines at once, and with more it stands still.
+class Ahead {
+ public:
+  void clear() { count_ = range_ = 0; }
+
+  void add(const void* from, int64_t bytes) {
+    if (count_ < kMost) ranges_[count_++] = {static_cast<const char*>(from), static_cast<const char*>(from) + bytes};
+  }
+
+  void fetch(int lines) {
+    for (; lines > 0 && range_ < count_; --lines) {
+      auto& range = ranges_[range_];
+      __builtin_prefetch(range.next, 0, 3);
+      range.next += kBytesOfLine;
+      if (range.next >= range.end) ++range_;
+    }
+  }
+
+ private:
+  static constexpr int kMost = 2 * kBlock;  // keys and values of pages of one position
+  struct Range {
+    const char *next, *end;
+  };
+  Range ranges_[kMost];
+  int count_ = 0, range_ = 0;
+};
+
+// What one thread works on; kept from call to call.
+struct Scratch {
+  std::vector<uint32_t> q, keys, values, weights, zeros;
+  std::vector<float> scores, out;
+  std::vector<float> peaks, totals;  // of each row: largest score, sum of the weights
+
+  void resize(int64_t words, int64_t steps, int64_t padded) {
+    q.resize(kTileRows * words);
+    keys.resize(words * kBlock);
+    values.resize(steps * padded);
+    weights.resize(kTileRows * steps);
+    scores.resize(kTileRows * kBlock);
+    out.resize(kTileRows * padded);
+    peaks.resize(kTileRows);
+    totals.resize(kTileRows);
+    zeros.resize(words);
+  }
+};
+
+template <typename T>
+class Attention {
+ public:
+  Attention(const Problem<T>& problem, Scratch& scratch)
+      : problem_(problem),
+        scratch_(scratch),
+        words_(problem.head_dim / kPerWord),
+        padded_((problem.head_dim + kLanes - 1) / kLanes * kLanes) {
+    scratch.resize(words_, kSteps, padded_);
+  }
+
+  // Attends; meanwhile fetches what `next` (null: nothing) reads first.
+  void run(const Unit& unit, const Unit* next) {
+    const int64_t group = problem_.group(), tokens = unit.end - unit.first;
+    rows_ = tokens * group;
+    for (int64_t token = 0; token < tokens; ++token) {
+      const T* from = problem_.q + ((unit.first + token) * problem_.num_q_heads + unit.head * group) * problem_.head_dim;
+      std::memcpy(scratch_.q.data() + token * group * words_, from, group * words_ * sizeof(uint32_t));
+    }
+    std::fill_n(scratch_.peaks.begin(), rows_, kNone);
+    std::fill_n(scratch_.totals.begin(), rows_, 0.0f);
+    std::fill_n(scratch_.out.begin(), rows_ * padded_, 0.0f);
+
+    const int64_t end = end_of(unit), first = first_of(unit);
+    for (int64_t start = first / kBlock * kBlock; start < end; start += kBlock) {
+      if (start + kBlock < end)
+        look_ahead(unit, start + kBlock);
+      else if (next)
+        look_ahead(*next, first_of(*next));
+      // A position before the first may be of a page that is gone.
+      const int64_t skipped = std::max(start, first) - start, count = std::min<int64_t>(kBlock, end - start);
+      const int64_t width = (count + kLanes - 1) / kLanes * kLanes, steps = width / kPerWord;
+      find_rows(unit, start, skipped, count);
+      turn_keys(width);
+      pair_values(steps);
+      multiply<T>(scratch_.q.data(), words_, rows_, scratch_.keys.data(), width, words_,
+                  scratch_.scores.data(), width, false);
+      for (int64_t row = 0; row < rows_; ++row) {
+        weigh(unit, start, width, row);
+        ahead_.fetch(kFetchedARow);
+      }
+      multiply<T>(scratch_.weights.data(), kSteps, rows_, scratch_.values.data(), padded_, steps,
+                  scratch_.out.data(), padded_, true);
+    }
+    for (int64_t row = 0; row < rows_; ++row) finish(unit, row);
+  }
+
+ private:
+  static constexpr int kPerWord = 4 / sizeof(T);
+  static constexpr int kSteps = kBlock / kPerWord;
+
+  // Positions that a unit sees.
+  int64_t first_of(const Unit& unit) const {
+    return std::max<int64_t>(0, unit.position - problem_.window + 1);
+  }
+  int64_t end_of(const Unit& unit) const { return unit.position + unit.end - unit.first; }
+
+  // What to fetch next: the block of a unit that begins at `start`.
+  void look_ahead(const Unit& unit, int64_t start) {
+    const int64_t page_size = problem_.page_size;
+    const int64_t end = std::min(end_of(unit), start / kBlock * kBlock + kBlock);
+    ahead_.clear();
+    for (int64_t at = start; at < end;) {
+      const int64_t offset = at % page_size, positions = std::min(page_size - offset, end - at);
+      const T* keys = problem_.keys(unit.seq, at / page_size, unit.head) + offset * problem_.head_dim;
+      ahead_.add(keys, positions * problem_.head_dim * sizeof(T));
+      ahead_.add(keys + problem_.to_values(), positions * problem_.head_dim * sizeof(T));
+      at += positions;
+    }
+  }
+
+  // Where the keys and values of each position of the block are; a row of zeros where none is.
+  void find_rows(const Unit& unit, int64_t start, int64_t skipped, int64_t count) {
+    const int64_t page_size = problem_.page_size;
+    const T* zeros = reinterpret_cast<const T*>(scratch_.zeros.data());
+    std::fill_n(keys_, kBlock, zeros);
+    std::fill_n(values_, kBlock, zeros);
+    for (int64_t i = skipped; i < count;) {
+      const int64_t offset = (start + i) % page_size, stop = std::min(count, i + page_size - offset);
+      const T* keys = problem_.keys(unit.seq, (start + i) / page_size, unit.head) + offset * problem_.head_dim;
+      for (; i < stop; ++i, keys += problem_.head_dim) {
+        keys_[i] = keys;
+        values_[i] = keys + problem_.to_values();
+      }
+    }
+  }
+
+  // Word by word of the head, the positions of the block beside one another.
+  void turn_keys(int64_t width) {
+    const auto rows = reinterpret_cast<const uint32_t* const*>(keys_);
+    uint32_t* to = scratch_.keys.data();
+    int64_t word = 0;
+#if defined(__AVX512F__)
+    for (; word + kLanes <= words_; word += kLanes)
+      for (int64_t i = 0; i < width; i += kLanes) {
+        turn_square(rows + i, word, to + word * width + i, width);
+        ahead_.fetch(kFetchedASquare);
+      }
+#endif
+    for (; word < words_; ++word)
+      for (int64_t i = 0; i < width; ++i) to[word * width + i] = rows[i][word];
+  }
+
+#if defined(__AVX512F__)
+  // 16 words of 16 rows, turned; word w of all of them goes to `to + w * width`.
+  static void turn_square(const uint32_t* const* rows, int64_t word, uint32_t* to, int64_t width) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i] + word);
+    for (int i = 0; i < 16; i += 2) {
+      b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+      b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+      for (int j = 0; j < 2; ++j) {
+        a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+        a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+      }
+    // a[4 r + c] has words c, c + 4, c + 8, c + 12 of rows 4 r .. 4 r + 3, in quarters.
+    for (int c = 0; c < 4; ++c) {
+      const __m512i low = _mm512_shuffle_i32x4(a[c], a[c + 4], 0x88);
+      const __m512i high = _mm512_shuffle_i32x4(a[c + 8], a[c + 12], 0x88);
+      const __m512i low_odd = _mm512_shuffle_i32x4(a[c], a[c + 4], 0xdd);
+      const __m512i high_odd = _mm512_shuffle_i32x4(a[c + 8], a[c + 12], 0xdd);
+      _mm512_storeu_si512(to + c * width, _mm512_shuffle_i32x4(low, high, 0x88));
+      _mm512_storeu_si512(to + (c + 8) * width, _mm512_shuffle_i32x4(low, high, 0xdd));
+      _mm512_storeu_si512(to + (c + 4) * width, _mm512_shuffle_i32x4(low_odd, high_odd, 0x88));
+      _mm512_storeu_si512(to + (c + 12) * width, _mm512_shuffle_i32x4(low_odd, high_odd, 0xdd));
+    }
+  }
+#endif
+
+  // The values of two positions (of one, in float32) in each word.
+  void pair_values(int64_t steps) {
+    const int64_t length = problem_.head_dim;
+    for (int64_t step = 0; step < steps; ++step) {
+      uint32_t* __restrict to = scratch_.values.data() + step * padded_;
+      if constexpr (kPerWord == 1) {
+        std::memcpy(to, values_[step], length * sizeof(T));
+      } else {
+        const T *even = values_[2 * step], *odd = values_[2 * step + 1];
+        for (int64_t d = 0; d < length; ++d) to[d] = even[d].bits | static_cast<uint32_t>(odd[d].bits) << 16;
+      }
+      for (int64_t d = length; d < padded_; ++d) to[d] = 0;
+      ahead_.fetch(kFetchedAStep);
+    }
+  }
+
+  // The row's weights of a block, its new peak and total; what was summed before is scaled.
+  void weigh(const Unit& unit, int64_t start, int64_t width, int64_t row) {
+    const int64_t group = problem_.group();
+    const int64_t position = unit.position + row / group;
+    float* scores = scratch_.scores.data() + row * width;
+    if (problem_.soft_cap > 0 || problem_.slopes) bend(scores, start, width, position, unit.head * group + row % group);
+    const float from = static_cast<float>(std::max<int64_t>(position - problem_.window + 1 - start, 0));
+    const float to = static_cast<float>(std::min<int64_t>(position - start, kBlock));
+    const float scale = problem_.soft_cap > 0 || problem_.slopes ? 1.0f : problem_.scale;
+    Floats highest = Floats{} + kNone, lane = lane_numbers();
+    Words nans{};  // a NaN is no number to compare with: it is passed on by hand
+    for (int64_t i = 0; i < width; i += kLanes, lane += kLanes) {
+      Floats value = load<Floats>(scores + i) * scale;
+      value = lane < from ? Floats{} + kNone : lane > to ? Floats{} + kNone : value;
+      nans |= reinterpret_cast<Words>(value != value);
+      std::memcpy(scores + i, &value, sizeof value);
+      highest = value > highest ? value : highest;
+    }
+    const float before = scratch_.peaks[row];
+    const float peak = std::max(before, highest_lane(highest));
+    uint32_t* weights = scratch_.weights.data() + row * kSteps;
+    if (any_set(nans)) scratch_.totals[row] = std::numeric_limits<float>::quiet_NaN();
+    if (peak == kNone) {  // nothing of this block, and nothing before
+      std::fill_n(weights, width / kPerWord, 0u);
+      return;
+    }
+    Floats sum = Floats{};
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const Floats value = exp_of_negative(load<Floats>(scores + i) - peak);
+      sum += value;
+      keep(value, weights, i);
+    }
+    const float shrinks = before == peak ? 1.0f : before == kNone ? 0.0f : std::exp(before - peak);
+    scratch_.totals[row] = scratch_.totals[row] * shrinks + sum_of_lanes(sum);
+    scratch_.peaks[row] = peak;
+    if (before != kNone && shrinks != 1.0f) {
+      float* out = scratch_.out.data() + row * padded_;
+      for (int64_t d = 0; d < padded_; ++d) out[d] *= shrinks;
+    }
+  }
+
+  // Scale, cap and slope, where there is more than a scale.
+  void bend(float* __restrict scores, int64_t start, int64_t width, int64_t position, int64_t head) const {
+    const float scale = problem_.scale, cap = problem_.soft_cap;
+    const float slope = problem_.slopes ? problem_.slopes[head] : 0.0f;
+    for (int64_t i = 0; i < width; ++i) {
+      float score = scores[i] * scale;
+      if (cap > 0) score = cap * std::tanh(score / cap);
+      scores[i] = score + slope * static_cast<float>(start + i - position);
+    }
+  }
+
+  static void keep(Floats value, uint32_t* weights, int i) {
+    if constexpr (kPerWord == 1)
+      std::memcpy(weights + i, &value, sizeof value);
+    else
+      narrow_to(value, reinterpret_cast<BFloat16*>(weights) + i);
+  }
+
+  void finish(const Unit& unit, int64_t row) {
+    const int64_t group = problem_.group(), token = unit.first + row / group;
+    const int64_t at = token * problem_.num_q_heads + unit.head * group + row % group;
+    const float total = scratch_.totals[row], share = total == 0 ? 0.0f : 1.0f / total;
+    const float* from = scratch_.out.data() + row * padded_;
+    T* to = problem_.out + at * problem_.head_dim;
+    int64_t d = 0;
+    for (; d + kLanes <= problem_.head_dim; d += kLanes) {
+      const Floats value = load<Floats>(from + d) * share;
+      if constexpr (kPerWord == 1)
+        std::memcpy(to + d, &value, sizeof value);
+      else
+        narrow_to(value, to + d);
+    }
+    for (; d < problem_.head_dim; ++d) store(to + d, from[d] * share);
+    problem_.lse[at] = total != 0 ? scratch_.peaks[row] + std::log(total) : kNone;
+  }
+
+  const Problem<T>& problem_;
+  Scratch& scratch_;
+  const int64_t words_, padded_;  // of a head: words, and lanes of its values
+  int64_t rows_ = 0;
+  Ahead ahead_;
+  const T *keys_[kBlock], *values_[kBlock];  // of each position of the block
+};
+
+// Every unit of the batch, the longest first: threads then end at about the same time.
+template <typename T>
+std::vector<Unit> units_of(const Problem<T>& problem, int64_t num_seqs) {
+  std::vector<Unit> units;
+  const int64_t tokens = std::max<int64_t>(1, kTileRows / problem.group());
+  for (int64_t seq = 0; seq < num_seqs; ++seq) {
+    const int64_t first = std::max<int64_t>(0, problem.cu_q_lens[seq]);
+    const int64_t end = std::min<int64_t>(problem.num_tokens, problem.cu_q_lens[seq + 1]);
+    const int64_t offset = problem.kv_lens[seq] - static_cast<int64_t>(problem.cu_q_lens[seq + 1]);
+    for (int64_t token = first; token < end; token += tokens)
+      for (int64_t head = 0; head < problem.num_kv_heads; ++head)
+        units.push_back({seq, head, token, std::min(end, token + tokens), token + offset});
+  }
+  std::stable_sort(units.begin(), units.end(), [](const Unit& a, const Unit& b) {
+    return a.position + a.end - a.first > b.position + b.end - b.first;
+  });
+  return units;
+}
+
+template <typename T>
+void attend(ffi::ThreadPool& pool, const Problem<T>& problem, int64_t num_seqs) {
+  // Padding rows, and those of sequences that see nothing.
+  const int64_t rows = problem.num_tokens * problem.num_q_heads;
+  std::memset(static_cast<void*>(problem.out), 0, rows * problem.head_dim * sizeof(T));
+  std::fill_n(problem.lse, rows, kNone);
+  const std::vector<Unit> units = units_of(problem, num_seqs);
+  const int64_t count = units.size();
+  const int64_t shares = std::min(count, std::max<int64_t>(1, pool.num_threads()) * kSharesPerThread);
+  share_out(pool, shares, [&](int64_t share) {
+    static thread_local Scratch scratch;
+    Attention<T> attention(problem, scratch);
+    for (int64_t i = share; i < count; i += shares)
+      attention.run(units[i], i + shares < count ? &units[i + shares] : nullptr);
+  });
+}
+
+template <typename T>
+ffi::Error attention_of(ffi::ThreadPool& pool, ffi::AnyBuffer& q, ffi::AnyBuffer& kv_pages,
+                        ffi::Buffer<ffi::DataType::S32>& page_table, ffi::Buffer<ffi::DataType::S32>& kv_lens,
+                        ffi::Buffer<ffi::DataType::S32>& cu_q_lens, int64_t num_seqs, const float* slopes,
+                        ffi::Result<ffi::AnyBuffer>& out, ffi::Result<ffi::Buffer<ffi::DataType::F32>>& lse,
+                        float scale, float soft_cap, int64_t window) {
+  const auto of_q = q.dimensions(), of_pages = kv_pages.dimensions();
+  const Problem<T> problem{
+      static_cast<const T*>(q.untyped_data()),
+      static_cast<const T*>(kv_pages.untyped_data()),
+      page_table.typed_data(),
+      kv_lens.typed_data(),
+      cu_q_lens.typed_data(),
+      slopes,
+      static_cast<T*>(out->untyped_data()),
+      lse->typed_data(),
+      of_q[0],
+      of_q[1],
+      of_pages[2],
+      of_q[2],
+      of_pages[0],
+      of_pages[3],
+      page_table.dimensions()[1],
+      scale,
+      soft_cap,
+      window,
+  };
+  attend(pool, problem, std::clamp<int64_t>(num_seqs, 0, kv_lens.dimensions()[0]));
+  return ffi::Error::Success();
+}
+
+ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv_pages,
+                     ffi::Buffer<ffi::DataType::S32> page_table, ffi::Buffer<ffi::DataType::S32> kv_lens,
+                     ffi::Buffer<ffi::DataType::S32> cu_q_lens, ffi::Buffer<ffi::DataType::S32> num_seqs,
+                     ffi::Buffer<ffi::DataType::F32> slopes, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::Result<ffi::Buffer<ffi::DataType::F32>> lse, float scale, float soft_cap,
+                     int64_t window) {
+  const auto of_q = q.dimensions(), of_pages = kv_pages.dimensions();
+  if (of_q.size() != 3 || of_pages.size() != 5 || of_q[2] != of_pages[4] || of_q[1] % of_pages[2])
+    return ffi::Error::InvalidArgument("attention: shapes of q and kv_pages do not agree");
+  const auto dtype = q.element_type();
+  if (kv_pages.element_type() != dtype || out->element_type() != dtype)
+    return ffi::Error::InvalidArgument("attention: dtypes do not agree");
+  const float* slope = slopes.element_count() ? slopes.typed_data() : nullptr;
+  const int64_t live = num_seqs.typed_data()[0];
+  if (dtype == ffi::DataType::F32)
+    return attention_of<float>(pool, q, kv_pages, page_table, kv_lens, cu_q_lens, live, slope, out, lse,
+                               scale, soft_cap, window);
+  if (dtype == ffi::DataType::BF16 && of_q[2] % 2 == 0)
+    return attention_of<BFloat16>(pool, q, kv_pages, page_table, kv_lens, cu_q_lens, live, slope, out, lse,
+                                  scale, soft_cap, window);
+  return ffi::Error::InvalidArgument("attention: neither float32 nor bfloat16 of an even head_dim");
+}
+
+}  // namespace
+}  // namespace pagedjax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pagedjax_attention, pagedjax::attention,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<int64_t>("window"));

@@ -1,0 +1,145 @@
+// x [rows, in] times weight [out, in]: a dot product for each row of x and row of the weight.
+//
+// The weight is read once and as it lies in memory: lanes run along `in`, so nothing is repacked,
+// and what comes next is fetched while a panel of it is multiplied. Each output is summed in an
+// order that depends on `in` alone: rows do not change one another's bits, however many there are.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "vectors.h"
+#include "workers.h"
+
+namespace pagedjax {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int kOuts = 4;       // outputs of a panel: as many as `sum_lanes` takes
+constexpr int kMaxRows = 6;    // of a tile: 24 sums, 4 weights and a row are 29 registers of 32
+constexpr int kAhead = 2;      // panels between what is multiplied and what is fetched
+constexpr int kMinPanels = 2;  // of a share: fewer are not worth a thread's while
+constexpr int kSharesPerThread = 4;
+
+template <typename T>
+struct Matrix {
+  T* data;
+  int64_t rows, columns;
+  T* row(int64_t i) const { return data + i * columns; }
+};
+
+// What a tile fetches while it multiplies: lines of memory from `next` on, `each` a step.
+struct Fetch {
+  const char* next;
+  int each;
+};
+
+// One tile: kRows rows of x by the kOuts outputs of a panel, of which `outs` exist.
+template <int kRows, typename In, typename Out>
+void multiply_tile(Matrix<const In> x, Matrix<const In> weight, Matrix<Out> out, int64_t row,
+                   int64_t first, int outs, Fetch fetch) {
+  using Pack = Packed<In>;
+  const int64_t length = x.columns, whole = length / Pack::kCount * Pack::kCount;
+  const In* rows[kRows];
+  const In* panel[kOuts];
+  for (int i = 0; i < kRows; ++i) rows[i] = x.row(row + i);
+  for (int j = 0; j < kOuts; ++j) panel[j] = weight.row(first + std::min(j, outs - 1));
+
+  Floats sums[kRows][kOuts] = {};
+  for (int64_t k = 0; k < whole; k += Pack::kCount) {
+    typename Pack::Vector weights[kOuts];
+    for (int j = 0; j < kOuts; ++j) {
+      weights[j] = load<typename Pack::Vector>(panel[j] + k);
+      if (j < fetch.each) __builtin_prefetch(fetch.next + j * kVectorBytes);
+    }
+    fetch.next += fetch.each * kVectorBytes;
+    for (int i = 0; i < kRows; ++i) {
+      const auto values = load<typename Pack::Vector>(rows[i] + k);
+      for (int j = 0; j < kOuts; ++j) sums[i][j] = Pack::add_product(sums[i][j], values, weights[j]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int i = 0; i < kRows; ++i) {
+    Quad totals = sum_lanes(sums[i]);
+    for (int64_t k = whole; k < length; ++k)
+      for (int j = 0; j < kOuts; ++j) totals[j] += widen(rows[i][k]) * widen(panel[j][k]);
+    store(out.row(row + i) + first, totals, outs);
+  }
+}
+
+// All rows by one panel. Tiles are of nearly equal height: a low last one would waste loads.
+template <typename In, typename Out>
+void multiply_panel(Matrix<const In> x, Matrix<const In> weight, Matrix<Out> out, int64_t first) {
+  const int outs = static_cast<int>(std::min<int64_t>(kOuts, weight.rows - first));
+  const int64_t tiles = (x.rows + kMaxRows - 1) / kMaxRows;
+  // Evenly over the tiles: a core waits for so many lines at once, and no more.
+  const int64_t panel_bytes = kOuts * weight.columns * static_cast<int64_t>(sizeof(In));
+  const bool has_next = first + (kAhead + 1) * kOuts <= weight.rows;
+  const char* ahead = reinterpret_cast<const char*>(weight.row(first)) + kAhead * panel_bytes;
+  const int each = has_next ? static_cast<int>((kOuts + tiles - 1) / tiles) : 0;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t row = x.rows * tile / tiles, end = x.rows * (tile + 1) / tiles;
+    const int64_t skipped = tile * each * panel_bytes / kOuts;
+    const Fetch fetch{ahead + skipped, skipped < panel_bytes ? each : 0};
+    switch (end - row) {
+      case 1: multiply_tile<1>(x, weight, out, row, first, outs, fetch); break;
+      case 2: multiply_tile<2>(x, weight, out, row, first, outs, fetch); break;
+      case 3: multiply_tile<3>(x, weight, out, row, first, outs, fetch); break;
+      case 4: multiply_tile<4>(x, weight, out, row, first, outs, fetch); break;
+      case 5: multiply_tile<5>(x, weight, out, row, first, outs, fetch); break;
+      default: multiply_tile<6>(x, weight, out, row, first, outs, fetch); break;
+    }
+  }
+}
+
+template <typename In, typename Out>
+void multiply(ffi::ThreadPool& pool, Matrix<const In> x, Matrix<const In> weight, Matrix<Out> out) {
+  if (x.rows == 0) return;
+  const int64_t panels = (weight.rows + kOuts - 1) / kOuts;
+  const int64_t most = std::max<int64_t>(1, panels / kMinPanels);
+  const int64_t shares = std::min(most, std::max<int64_t>(1, pool.num_threads()) * kSharesPerThread);
+  share_out(pool, shares, [&](int64_t share) {
+    const int64_t end = panels * (share + 1) / shares;
+    for (int64_t panel = panels * share / shares; panel < end; ++panel)
+      multiply_panel(x, weight, out, panel * kOuts);
+  });
+}
+
+template <typename In, ffi::DataType kDtype>
+ffi::Error product_of(ffi::ThreadPool& pool, ffi::AnyBuffer& x, ffi::AnyBuffer& weight,
+                      ffi::Result<ffi::AnyBuffer>& out) {
+  const auto a = x.dimensions(), b = weight.dimensions(), c = out->dimensions();
+  const Matrix<const In> left{static_cast<const In*>(x.untyped_data()), a[0], a[1]};
+  const Matrix<const In> right{static_cast<const In*>(weight.untyped_data()), b[0], b[1]};
+  if (out->element_type() == ffi::DataType::F32) {
+    multiply(pool, left, right, Matrix<float>{static_cast<float*>(out->untyped_data()), c[0], c[1]});
+  } else {
+    multiply(pool, left, right, Matrix<In>{static_cast<In*>(out->untyped_data()), c[0], c[1]});
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
+                   ffi::Result<ffi::AnyBuffer> out) {
+  const auto a = x.dimensions(), b = weight.dimensions(), c = out->dimensions();
+  if (a.size() != 2 || b.size() != 2 || c.size() != 2 || a[1] != b[1] || a[0] != c[0] || b[0] != c[1])
+    return ffi::Error::InvalidArgument("product: x [rows, in], weight [out, in], out [rows, out]");
+  const auto dtype = x.element_type();
+  if (weight.element_type() != dtype ||
+      (out->element_type() != dtype && out->element_type() != ffi::DataType::F32))
+    return ffi::Error::InvalidArgument("product: dtypes do not agree");
+  if (dtype == ffi::DataType::F32) return product_of<float, ffi::DataType::F32>(pool, x, weight, out);
+  if (dtype == ffi::DataType::BF16)
+    return product_of<BFloat16, ffi::DataType::BF16>(pool, x, weight, out);
+  return ffi::Error::InvalidArgument("product: neither float32 nor bfloat16");
+}
+
+}  // namespace
+}  // namespace pagedjax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pagedjax_product, pagedjax::product,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>());
