@@ -24,8 +24,6 @@ _NARROW_TILE = 16
 _WIDE = 16  # times as many outputs as inputs
 _FEW_ROWS_WIDE = 8
 
-_NATIVE_ROWS = 64  # of bfloat16, half as many of float32
-
 _INIT = nnx.initializers.normal(0.02)  # what GPT-2 and the Llama family start training from
 
 
@@ -40,15 +38,9 @@ def product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> 
     `dtype`: of the result, x's or float32; None: float32.
     """
     dtype = dtype or jnp.dtype(jnp.float32)
-    if traced_platform() == "cpu" and _is_better_native(x, weight):
+    if traced_platform() == "cpu" and cpu.can_multiply(x, weight):
         return cpu.product(x, weight, dtype)
     return _xla_product(x, weight).astype(dtype)
-
-
-def _is_better_native(x: jax.Array, weight: jax.Array) -> bool:
-    """Whether our own kernel is there and faster: with many rows, XLA's repacking pays."""
-    most = _NATIVE_ROWS if x.dtype.itemsize < 4 else _NATIVE_ROWS // 2
-    return x.shape[0] <= most and cpu.can_multiply(x, weight)
 
 
 def _xla_product(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@
 #include <limits>
 #include <vector>
 
+#include "tiles.h"
 #include "vectors.h"
 #include "workers.h"
 
@@ -22,9 +23,6 @@ namespace ffi = xla::ffi;
 
 constexpr int kBlock = 64;          // positions
 constexpr int kTileRows = 48;       // query rows of a unit: heads of a group times tokens
-constexpr int kRowsAtOnce = 6;      // of the inner products: 24 sums, 4 of a block, one of a row
-constexpr int kVectorsAtOnce = 4;
-constexpr int kBytesOfLine = 64;
 constexpr int kSharesPerThread = 8;
 // Lines of memory to fetch between two pieces of work, each of some hundred cycles.
 constexpr int kFetchedASquare = 8;
@@ -63,52 +61,6 @@ struct Unit {
   int64_t seq, head, first, end;
   int64_t position;  // of the first token
 };
-
-// c [kRows, kVectors] = or += a [kRows, steps] b [steps, kVectors]: words of a are broadcast.
-template <typename T, int kRows, int kVectors>
-void multiply_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
-                   int64_t steps, float* c, int64_t c_stride, bool adds) {
-  typedef typename Packed<T>::Vector Vector;
-  Floats sums[kRows][kVectors];
-  for (int i = 0; i < kRows; ++i)
-    for (int j = 0; j < kVectors; ++j)
-      sums[i][j] = adds ? load<Floats>(c + i * c_stride + j * kLanes) : Floats{};
-  for (int64_t k = 0; k < steps; ++k) {
-    Vector vectors[kVectors];
-    for (int j = 0; j < kVectors; ++j) vectors[j] = load<Vector>(b + k * b_stride + j * kLanes);
-    for (int i = 0; i < kRows; ++i) {
-      const auto word = reinterpret_cast<Vector>(Words{} + a[i * a_stride + k]);
-      for (int j = 0; j < kVectors; ++j) sums[i][j] = Packed<T>::add_product(sums[i][j], word, vectors[j]);
-    }
-  }
-  for (int i = 0; i < kRows; ++i)
-    for (int j = 0; j < kVectors; ++j)
-      std::memcpy(c + i * c_stride + j * kLanes, &sums[i][j], sizeof sums[i][j]);
-}
-
-template <typename T, int kRows>
-void multiply_rows(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
-                   int64_t steps, float* c, int64_t c_stride, bool adds) {
-  int64_t lane = 0;
-  for (; lane + kVectorsAtOnce * kLanes <= b_stride; lane += kVectorsAtOnce * kLanes)
-    multiply_tile<T, kRows, kVectorsAtOnce>(a, a_stride, b + lane, b_stride, steps, c + lane, c_stride, adds);
-  for (; lane < b_stride; lane += kLanes)
-    multiply_tile<T, kRows, 1>(a, a_stride, b + lane, b_stride, steps, c + lane, c_stride, adds);
-}
-
-// The same for any number of rows. b_stride and c_stride are whole vectors.
-template <typename T>
-void multiply(const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b, int64_t b_stride,
-              int64_t steps, float* c, int64_t c_stride, bool adds) {
-  int64_t row = 0;
-  for (; row + kRowsAtOnce <= rows; row += kRowsAtOnce)
-    multiply_rows<T, kRowsAtOnce>(a + row * a_stride, a_stride, b, b_stride, steps, c + row * c_stride,
-                                  c_stride, adds);
-  for (; row + 3 <= rows; row += 3)
-    multiply_rows<T, 3>(a + row * a_stride, a_stride, b, b_stride, steps, c + row * c_stride, c_stride, adds);
-  for (; row < rows; ++row)
-    multiply_rows<T, 1>(a + row * a_stride, a_stride, b, b_stride, steps, c + row * c_stride, c_stride, adds);
-}
 
 // e^x for x <= 0, to about 2 units in the last place; 0 below -87.
 inline Floats exp_of_negative(Floats x) {
@@ -207,17 +159,18 @@ class Attention {
       // A position before the first may be of a page that is gone.
       const int64_t skipped = std::max(start, first) - start, count = std::min<int64_t>(kBlock, end - start);
       const int64_t width = (count + kLanes - 1) / kLanes * kLanes, steps = width / kPerWord;
+      Stream nothing;  // pages are fetched between the products
       find_rows(unit, start, skipped, count);
       turn_keys(width);
       pair_values(steps);
       multiply<T>(scratch_.q.data(), words_, rows_, scratch_.keys.data(), width, words_,
-                  scratch_.scores.data(), width, false);
+                  scratch_.scores.data(), width, false, nothing);
       for (int64_t row = 0; row < rows_; ++row) {
         weigh(unit, start, width, row);
         ahead_.fetch(kFetchedARow);
       }
       multiply<T>(scratch_.weights.data(), kSteps, rows_, scratch_.values.data(), padded_, steps,
-                  scratch_.out.data(), padded_, true);
+                  scratch_.out.data(), padded_, true, nothing);
     }
     for (int64_t row = 0; row < rows_; ++row) finish(unit, row);
   }
@@ -265,46 +218,8 @@ class Attention {
   // Word by word of the head, the positions of the block beside one another.
   void turn_keys(int64_t width) {
     const auto rows = reinterpret_cast<const uint32_t* const*>(keys_);
-    uint32_t* to = scratch_.keys.data();
-    int64_t word = 0;
-#if defined(__AVX512F__)
-    for (; word + kLanes <= words_; word += kLanes)
-      for (int64_t i = 0; i < width; i += kLanes) {
-        turn_square(rows + i, word, to + word * width + i, width);
-        ahead_.fetch(kFetchedASquare);
-      }
-#endif
-    for (; word < words_; ++word)
-      for (int64_t i = 0; i < width; ++i) to[word * width + i] = rows[i][word];
+    turn(rows, width, words_, scratch_.keys.data(), width, [this] { ahead_.fetch(kFetchedASquare); });
   }
-
-#if defined(__AVX512F__)
-  // 16 words of 16 rows, turned; word w of all of them goes to `to + w * width`.
-  static void turn_square(const uint32_t* const* rows, int64_t word, uint32_t* to, int64_t width) {
-    __m512i a[16], b[16];
-    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i] + word);
-    for (int i = 0; i < 16; i += 2) {
-      b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-      b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-      for (int j = 0; j < 2; ++j) {
-        a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
-        a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
-      }
-    // a[4 r + c] has words c, c + 4, c + 8, c + 12 of rows 4 r .. 4 r + 3, in quarters.
-    for (int c = 0; c < 4; ++c) {
-      const __m512i low = _mm512_shuffle_i32x4(a[c], a[c + 4], 0x88);
-      const __m512i high = _mm512_shuffle_i32x4(a[c + 8], a[c + 12], 0x88);
-      const __m512i low_odd = _mm512_shuffle_i32x4(a[c], a[c + 4], 0xdd);
-      const __m512i high_odd = _mm512_shuffle_i32x4(a[c + 8], a[c + 12], 0xdd);
-      _mm512_storeu_si512(to + c * width, _mm512_shuffle_i32x4(low, high, 0x88));
-      _mm512_storeu_si512(to + (c + 8) * width, _mm512_shuffle_i32x4(low, high, 0xdd));
-      _mm512_storeu_si512(to + (c + 4) * width, _mm512_shuffle_i32x4(low_odd, high_odd, 0x88));
-      _mm512_storeu_si512(to + (c + 12) * width, _mm512_shuffle_i32x4(low_odd, high_odd, 0xdd));
-    }
-  }
-#endif
 
   // The values of two positions (of one, in float32) in each word.
   void pair_values(int64_t steps) {

@@ -1,12 +1,17 @@
-// x [rows, in] times weight [out, in]: a dot product for each row of x and row of the weight.
+// x [rows, in] times weight [out, in], the weight as it lies in memory; read once, and fetched while
+// what comes before it is multiplied. In two ways:
 //
-// The weight is read once and as it lies in memory: lanes run along `in`, so nothing is repacked,
-// and what comes next is fetched while a panel of it is multiplied. Each output is summed in an
-// order that depends on `in` alone: rows do not change one another's bits, however many there are.
+//   few rows   lanes run along `in`: nothing is moved, but each output's lanes have to be summed
+//   more rows  a panel of the weight is turned first, so that lanes are outputs
+//
+// Each output is summed in an order that depends on `in` and the way alone: rows do not change one
+// another's bits.
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
+#include "tiles.h"
 #include "vectors.h"
 #include "workers.h"
 
@@ -20,6 +25,9 @@ constexpr int kMaxRows = 6;    // of a tile: 24 sums, 4 weights and a row are 29
 constexpr int kAhead = 2;      // panels between what is multiplied and what is fetched
 constexpr int kMinPanels = 2;  // of a share: fewer are not worth a thread's while
 constexpr int kSharesPerThread = 4;
+constexpr int kManyRows = 40;  // from here on turning pays
+constexpr int kTurned = 2 * kLanes;  // outputs of a turned panel
+constexpr int kChunk = 48;  // rows whose sums stay in the nearest cache
 
 template <typename T>
 struct Matrix {
@@ -92,16 +100,53 @@ void multiply_panel(Matrix<const In> x, Matrix<const In> weight, Matrix<Out> out
   }
 }
 
+// All rows by a panel of `outs` outputs that is turned first.
 template <typename In, typename Out>
-void multiply(ffi::ThreadPool& pool, Matrix<const In> x, Matrix<const In> weight, Matrix<Out> out) {
+void multiply_turned(Matrix<const In> x, Matrix<const In> weight, Matrix<Out> out, int64_t first) {
+  static thread_local std::vector<uint32_t> panel;
+  const int64_t words = x.columns * static_cast<int64_t>(sizeof(In)) / 4;
+  const int64_t outs = std::min<int64_t>(kTurned, weight.rows - first);
+  panel.resize(words * kTurned);
+  const uint32_t* rows[kTurned];
+  for (int64_t i = 0; i < kTurned; ++i)
+    rows[i] = reinterpret_cast<const uint32_t*>(weight.row(first + std::min(i, outs - 1)));
+  turn(rows, kTurned, words, panel.data(), kTurned, [] {});
+
+  Stream ahead;
+  if (first + outs < weight.rows) {
+    ahead.next = reinterpret_cast<const char*>(weight.row(first + outs));
+    ahead.end = reinterpret_cast<const char*>(weight.row(std::min(weight.rows, first + 2 * kTurned)));
+  }
+  float sums[kChunk * kTurned];
+  for (int64_t row = 0; row < x.rows; row += kChunk) {
+    const int64_t count = std::min<int64_t>(kChunk, x.rows - row);
+    const auto values = reinterpret_cast<const uint32_t*>(x.row(row));
+    multiply<In>(values, words, count, panel.data(), kTurned, words, sums, kTurned, false, ahead);
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t j = 0; j < outs; j += 4) {
+        const int left = static_cast<int>(std::min<int64_t>(4, outs - j));
+        store(out.row(row + i) + first + j, load<Quad>(sums + i * kTurned + j), left);
+      }
+  }
+}
+
+template <typename In, typename Out>
+void multiply_all(ffi::ThreadPool& pool, Matrix<const In> x, Matrix<const In> weight, Matrix<Out> out) {
   if (x.rows == 0) return;
-  const int64_t panels = (weight.rows + kOuts - 1) / kOuts;
-  const int64_t most = std::max<int64_t>(1, panels / kMinPanels);
+  // Turned panels hold whole words of 32 bits.
+  const bool turns = x.rows >= kManyRows && x.columns * sizeof(In) % 4 == 0;
+  const int64_t height = turns ? kTurned : kOuts;
+  const int64_t panels = (weight.rows + height - 1) / height;
+  const int64_t most = turns ? panels : std::max<int64_t>(1, panels / kMinPanels);
   const int64_t shares = std::min(most, std::max<int64_t>(1, pool.num_threads()) * kSharesPerThread);
   share_out(pool, shares, [&](int64_t share) {
     const int64_t end = panels * (share + 1) / shares;
-    for (int64_t panel = panels * share / shares; panel < end; ++panel)
-      multiply_panel(x, weight, out, panel * kOuts);
+    for (int64_t panel = panels * share / shares; panel < end; ++panel) {
+      if (turns)
+        multiply_turned(x, weight, out, panel * height);
+      else
+        multiply_panel(x, weight, out, panel * height);
+    }
   });
 }
 
@@ -112,9 +157,9 @@ ffi::Error product_of(ffi::ThreadPool& pool, ffi::AnyBuffer& x, ffi::AnyBuffer& 
   const Matrix<const In> left{static_cast<const In*>(x.untyped_data()), a[0], a[1]};
   const Matrix<const In> right{static_cast<const In*>(weight.untyped_data()), b[0], b[1]};
   if (out->element_type() == ffi::DataType::F32) {
-    multiply(pool, left, right, Matrix<float>{static_cast<float*>(out->untyped_data()), c[0], c[1]});
+    multiply_all(pool, left, right, Matrix<float>{static_cast<float*>(out->untyped_data()), c[0], c[1]});
   } else {
-    multiply(pool, left, right, Matrix<In>{static_cast<In*>(out->untyped_data()), c[0], c[1]});
+    multiply_all(pool, left, right, Matrix<In>{static_cast<In*>(out->untyped_data()), c[0], c[1]});
   }
   return ffi::Error::Success();
 }
