@@ -23,6 +23,7 @@ namespace ffi = xla::ffi;
 
 constexpr int kBlock = 64;          // positions
 constexpr int kTileRows = 48;       // query rows of a unit: heads of a group times tokens
+constexpr int kLeastShared = 2 * kBlock;  // positions: with fewer, a second round is not worth it
 constexpr int kSharesPerThread = 8;
 // Lines of memory to fetch between two pieces of work, each of some hundred cycles.
 constexpr int kFetchedASquare = 8;
@@ -56,10 +57,18 @@ struct Problem {
   int64_t to_values() const { return num_kv_heads * page_size * head_dim; }
 };
 
-// Query tokens [first, end) of a sequence, whose last token is at position kv_len - 1.
+struct Token {
+  int64_t index;     // among all of the batch
+  int64_t position;  // in its sequence
+};
+
+// One key-value head, and some tokens that attend to positions [begin, end) of a sequence's pages.
 struct Unit {
-  int64_t seq, head, first, end;
-  int64_t position;  // of the first token
+  int64_t seq, head, begin, end;
+  const Token* tokens;
+  int64_t num_tokens;
+  bool is_shared;  // of several sequences, over pages that all of them have: others continue it
+  bool continues;  // after a unit that is shared
 };
 
 // e^x for x <= 0, to about 2 units in the last place; 0 below -87.
@@ -114,50 +123,71 @@ struct Scratch {
   std::vector<float> scores, out;
   std::vector<float> peaks, totals;  // of each row: largest score, sum of the weights
 
-  void resize(int64_t words, int64_t steps, int64_t padded) {
-    q.resize(kTileRows * words);
+  void resize(int64_t rows, int64_t words, int64_t steps, int64_t padded) {
+    q.resize(rows * words);
     keys.resize(words * kBlock);
     values.resize(steps * padded);
-    weights.resize(kTileRows * steps);
-    scores.resize(kTileRows * kBlock);
-    out.resize(kTileRows * padded);
-    peaks.resize(kTileRows);
-    totals.resize(kTileRows);
+    weights.resize(rows * steps);
+    scores.resize(rows * kBlock);
+    out.resize(rows * padded);
+    peaks.resize(rows);
+    totals.resize(rows);
     zeros.resize(words);
   }
+};
+
+// What rows have summed over shared pages, until their own units go on with it. It is put together
+// as if one unit had seen all: the bits are the same.
+class States {
+ public:
+  void resize(int64_t rows, int64_t padded) { state_.resize(rows * (padded + 2)); }
+
+  void put(int64_t at, const Scratch& from, int64_t row, int64_t padded) {
+    float* to = state_.data() + at * (padded + 2);
+    std::copy_n(from.out.begin() + row * padded, padded, to);
+    to[padded] = from.peaks[row];
+    to[padded + 1] = from.totals[row];
+  }
+
+  void get(int64_t at, Scratch& to, int64_t row, int64_t padded) const {
+    const float* from = state_.data() + at * (padded + 2);
+    std::copy_n(from, padded, to.out.begin() + row * padded);
+    to.peaks[row] = from[padded];
+    to.totals[row] = from[padded + 1];
+  }
+
+ private:
+  std::vector<float> state_;
 };
 
 template <typename T>
 class Attention {
  public:
-  Attention(const Problem<T>& problem, Scratch& scratch)
+  Attention(const Problem<T>& problem, Scratch& scratch, States& states)
       : problem_(problem),
         scratch_(scratch),
+        states_(states),
         words_(problem.head_dim / kPerWord),
-        padded_((problem.head_dim + kLanes - 1) / kLanes * kLanes) {
-    scratch.resize(words_, kSteps, padded_);
+        padded_(padded(problem)) {
+    scratch.resize(std::max<int64_t>(kTileRows, problem.group()), words_, kSteps, padded_);
+  }
+
+  // Floats of a row of values, in whole vectors.
+  static int64_t padded(const Problem<T>& problem) {
+    return (problem.head_dim + kLanes - 1) / kLanes * kLanes;
   }
 
   // Attends; meanwhile fetches what `next` (null: nothing) reads first.
   void run(const Unit& unit, const Unit* next) {
-    const int64_t group = problem_.group(), tokens = unit.end - unit.first;
-    rows_ = tokens * group;
-    for (int64_t token = 0; token < tokens; ++token) {
-      const T* from = problem_.q + ((unit.first + token) * problem_.num_q_heads + unit.head * group) * problem_.head_dim;
-      std::memcpy(scratch_.q.data() + token * group * words_, from, group * words_ * sizeof(uint32_t));
-    }
-    std::fill_n(scratch_.peaks.begin(), rows_, kNone);
-    std::fill_n(scratch_.totals.begin(), rows_, 0.0f);
-    std::fill_n(scratch_.out.begin(), rows_ * padded_, 0.0f);
-
-    const int64_t end = end_of(unit), first = first_of(unit);
-    for (int64_t start = first / kBlock * kBlock; start < end; start += kBlock) {
-      if (start + kBlock < end)
+    take_rows(unit);
+    for (int64_t start = unit.begin / kBlock * kBlock; start < unit.end; start += kBlock) {
+      if (start + kBlock < unit.end)
         look_ahead(unit, start + kBlock);
       else if (next)
-        look_ahead(*next, first_of(*next));
+        look_ahead(*next, next->begin);
       // A position before the first may be of a page that is gone.
-      const int64_t skipped = std::max(start, first) - start, count = std::min<int64_t>(kBlock, end - start);
+      const int64_t skipped = std::max(start, unit.begin) - start;
+      const int64_t count = std::min<int64_t>(kBlock, unit.end - start);
       const int64_t width = (count + kLanes - 1) / kLanes * kLanes, steps = width / kPerWord;
       Stream nothing;  // pages are fetched between the products
       find_rows(unit, start, skipped, count);
@@ -172,23 +202,46 @@ class Attention {
       multiply<T>(scratch_.weights.data(), kSteps, rows_, scratch_.values.data(), padded_, steps,
                   scratch_.out.data(), padded_, true, nothing);
     }
-    for (int64_t row = 0; row < rows_; ++row) finish(unit, row);
+    for (int64_t row = 0; row < rows_; ++row) {
+      if (unit.is_shared)
+        states_.put(row_of(unit, row), scratch_, row, padded_);
+      else
+        finish(unit, row);
+    }
   }
 
  private:
   static constexpr int kPerWord = 4 / sizeof(T);
   static constexpr int kSteps = kBlock / kPerWord;
 
-  // Positions that a unit sees.
-  int64_t first_of(const Unit& unit) const {
-    return std::max<int64_t>(0, unit.position - problem_.window + 1);
+  // Index of a row among all [num_tokens, num_q_heads].
+  int64_t row_of(const Unit& unit, int64_t row) const {
+    const int64_t group = problem_.group();
+    return unit.tokens[row / group].index * problem_.num_q_heads + unit.head * group + row % group;
   }
-  int64_t end_of(const Unit& unit) const { return unit.position + unit.end - unit.first; }
+
+  // The unit's queries, and what was summed before its first block.
+  void take_rows(const Unit& unit) {
+    const int64_t group = problem_.group();
+    rows_ = unit.num_tokens * group;
+    for (int64_t row = 0; row < rows_; row += group)
+      std::memcpy(scratch_.q.data() + row * words_, problem_.q + row_of(unit, row) * problem_.head_dim,
+                  group * words_ * sizeof(uint32_t));
+    for (int64_t row = 0; row < rows_; ++row) {
+      if (unit.continues) {
+        states_.get(row_of(unit, row), scratch_, row, padded_);
+      } else {
+        scratch_.peaks[row] = kNone;
+        scratch_.totals[row] = 0;
+        std::fill_n(scratch_.out.begin() + row * padded_, padded_, 0.0f);
+      }
+    }
+  }
 
   // What to fetch next: the block of a unit that begins at `start`.
   void look_ahead(const Unit& unit, int64_t start) {
     const int64_t page_size = problem_.page_size;
-    const int64_t end = std::min(end_of(unit), start / kBlock * kBlock + kBlock);
+    const int64_t end = std::min(unit.end, start / kBlock * kBlock + kBlock);
     ahead_.clear();
     for (int64_t at = start; at < end;) {
       const int64_t offset = at % page_size, positions = std::min(page_size - offset, end - at);
@@ -240,7 +293,7 @@ class Attention {
   // The row's weights of a block, its new peak and total; what was summed before is scaled.
   void weigh(const Unit& unit, int64_t start, int64_t width, int64_t row) {
     const int64_t group = problem_.group();
-    const int64_t position = unit.position + row / group;
+    const int64_t position = unit.tokens[row / group].position;
     float* scores = scratch_.scores.data() + row * width;
     if (problem_.soft_cap > 0 || problem_.slopes) bend(scores, start, width, position, unit.head * group + row % group);
     const float from = static_cast<float>(std::max<int64_t>(position - problem_.window + 1 - start, 0));
@@ -297,8 +350,7 @@ class Attention {
   }
 
   void finish(const Unit& unit, int64_t row) {
-    const int64_t group = problem_.group(), token = unit.first + row / group;
-    const int64_t at = token * problem_.num_q_heads + unit.head * group + row % group;
+    const int64_t at = row_of(unit, row);
     const float total = scratch_.totals[row], share = total == 0 ? 0.0f : 1.0f / total;
     const float* from = scratch_.out.data() + row * padded_;
     T* to = problem_.out + at * problem_.head_dim;
@@ -316,29 +368,108 @@ class Attention {
 
   const Problem<T>& problem_;
   Scratch& scratch_;
+  States& states_;
   const int64_t words_, padded_;  // of a head: words, and lanes of its values
   int64_t rows_ = 0;
   Ahead ahead_;
   const T *keys_[kBlock], *values_[kBlock];  // of each position of the block
 };
 
-// Every unit of the batch, the longest first: threads then end at about the same time.
+// The units of a batch. Sequences of one token each that begin with the same pages attend to those
+// together, in units that come first.
 template <typename T>
-std::vector<Unit> units_of(const Problem<T>& problem, int64_t num_seqs) {
-  std::vector<Unit> units;
-  const int64_t tokens = std::max<int64_t>(1, kTileRows / problem.group());
-  for (int64_t seq = 0; seq < num_seqs; ++seq) {
-    const int64_t first = std::max<int64_t>(0, problem.cu_q_lens[seq]);
-    const int64_t end = std::min<int64_t>(problem.num_tokens, problem.cu_q_lens[seq + 1]);
-    const int64_t offset = problem.kv_lens[seq] - static_cast<int64_t>(problem.cu_q_lens[seq + 1]);
-    for (int64_t token = first; token < end; token += tokens)
-      for (int64_t head = 0; head < problem.num_kv_heads; ++head)
-        units.push_back({seq, head, token, std::min(end, token + tokens), token + offset});
+class Batch {
+ public:
+  std::vector<Unit> shared, own;
+
+  Batch(const Problem<T>& problem, int64_t num_seqs) : problem_(problem) {
+    tokens_.reserve(2 * problem.num_tokens);  // units point into it
+    find_shared(num_seqs);
+    for (int64_t seq = 0; seq < num_seqs; ++seq) add_sequence(seq);
+    // The longest first: threads then end at about the same time.
+    std::stable_sort(own.begin(), own.end(), [](const Unit& a, const Unit& b) {
+      return a.end - a.begin > b.end - b.begin;
+    });
   }
-  std::stable_sort(units.begin(), units.end(), [](const Unit& a, const Unit& b) {
-    return a.position + a.end - a.first > b.position + b.end - b.first;
+
+ private:
+  int64_t tile() const { return std::max<int64_t>(1, kTileRows / problem_.group()); }
+  int64_t first_of(int64_t seq) const { return std::max<int64_t>(0, problem_.cu_q_lens[seq]); }
+  int64_t end_of(int64_t seq) const {
+    return std::min<int64_t>(problem_.num_tokens, problem_.cu_q_lens[seq + 1]);
+  }
+  int64_t kv_len(int64_t seq) const {
+    return std::min<int64_t>(problem_.kv_lens[seq], problem_.pages_per_seq * problem_.page_size);
+  }
+  const int32_t* pages(int64_t seq) const { return problem_.page_table + seq * problem_.pages_per_seq; }
+
+  // Fills `prefixes_`: of each sequence, positions that it attends to with others.
+  void find_shared(int64_t num_seqs) {
+    prefixes_.assign(num_seqs, 0);
+    if (problem_.window < problem_.pages_per_seq * problem_.page_size) return;
+    std::vector<int64_t> order;
+    for (int64_t seq = 0; seq < num_seqs; ++seq)
+      if (end_of(seq) - first_of(seq) == 1 && kv_len(seq) > kLeastShared) order.push_back(seq);
+    std::stable_sort(order.begin(), order.end(),
+                     [this](int64_t a, int64_t b) { return pages(a)[0] < pages(b)[0]; });
+    for (size_t from = 0, to; from < order.size(); from = to) {
+      for (to = from + 1; to < order.size() && pages(order[to])[0] == pages(order[from])[0];) ++to;
+      if (to - from > 1) share(order.data() + from, to - from);
+    }
+  }
+
+  void share(const int64_t* seqs, int64_t count) {
+    int64_t columns = problem_.pages_per_seq;
+    for (int64_t i = 0; i < count; ++i) {
+      // The page of the newest position is nobody else's.
+      columns = std::min(columns, (kv_len(seqs[i]) - 1) / problem_.page_size);
+      for (int64_t column = 0; column < columns; ++column)
+        if (pages(seqs[i])[column] != pages(seqs[0])[column]) columns = column;
+    }
+    const int64_t length = columns * problem_.page_size / kBlock * kBlock;
+    if (length < kLeastShared) return;
+    for (int64_t at = 0; at < count; at += tile()) {
+      const int64_t members = std::min(tile(), count - at);
+      const Token* tokens = tokens_.data() + tokens_.size();
+      for (int64_t i = at; i < at + members; ++i) {
+        tokens_.push_back({first_of(seqs[i]), kv_len(seqs[i]) - 1});
+        prefixes_[seqs[i]] = length;
+      }
+      for (int64_t head = 0; head < problem_.num_kv_heads; ++head)
+        shared.push_back({seqs[0], head, 0, length, tokens, members, true, false});
+    }
+  }
+
+  void add_sequence(int64_t seq) {
+    const int64_t end = end_of(seq), offset = kv_len(seq) - problem_.cu_q_lens[seq + 1];
+    for (int64_t first = first_of(seq); first < end; first += tile()) {
+      const int64_t stop = std::min(end, first + tile());
+      // Only of metadata that overlap, which is not allowed: what is listed must not move.
+      if (tokens_.size() + (stop - first) > tokens_.capacity()) return;
+      const Token* tokens = tokens_.data() + tokens_.size();
+      for (int64_t token = first; token < stop; ++token) tokens_.push_back({token, token + offset});
+      const int64_t seen = std::max<int64_t>(0, first + offset - problem_.window + 1);
+      const int64_t begin = std::max(seen, prefixes_[seq]);
+      for (int64_t head = 0; head < problem_.num_kv_heads; ++head)
+        own.push_back({seq, head, begin, stop + offset, tokens, stop - first, false, prefixes_[seq] > 0});
+    }
+  }
+
+  const Problem<T>& problem_;
+  std::vector<Token> tokens_;
+  std::vector<int64_t> prefixes_;
+};
+
+template <typename T>
+void run_all(ffi::ThreadPool& pool, const Problem<T>& problem, const std::vector<Unit>& units, States& states) {
+  const int64_t count = units.size();
+  const int64_t shares = std::min(count, std::max<int64_t>(1, pool.num_threads()) * kSharesPerThread);
+  share_out(pool, shares, [&](int64_t share) {
+    static thread_local Scratch scratch;
+    Attention<T> attention(problem, scratch, states);
+    for (int64_t i = share; i < count; i += shares)
+      attention.run(units[i], i + shares < count ? &units[i + shares] : nullptr);
   });
-  return units;
 }
 
 template <typename T>
@@ -347,15 +478,11 @@ void attend(ffi::ThreadPool& pool, const Problem<T>& problem, int64_t num_seqs) 
   const int64_t rows = problem.num_tokens * problem.num_q_heads;
   std::memset(static_cast<void*>(problem.out), 0, rows * problem.head_dim * sizeof(T));
   std::fill_n(problem.lse, rows, kNone);
-  const std::vector<Unit> units = units_of(problem, num_seqs);
-  const int64_t count = units.size();
-  const int64_t shares = std::min(count, std::max<int64_t>(1, pool.num_threads()) * kSharesPerThread);
-  share_out(pool, shares, [&](int64_t share) {
-    static thread_local Scratch scratch;
-    Attention<T> attention(problem, scratch);
-    for (int64_t i = share; i < count; i += shares)
-      attention.run(units[i], i + shares < count ? &units[i + shares] : nullptr);
-  });
+  const Batch<T> batch(problem, num_seqs);
+  States states;
+  if (!batch.shared.empty()) states.resize(rows, Attention<T>::padded(problem));
+  run_all(pool, problem, batch.shared, states);
+  run_all(pool, problem, batch.own, states);
 }
 
 template <typename T>
