@@ -122,9 +122,14 @@ class Linear(nnx.Module):
         self.scale = None if scale is None else nnx.Param(scale)
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
 
+    @property
+    def is_plain(self) -> bool:
+        """Neither bias nor scale."""
+        return self.scale is None and self.bias is None
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [num_rows, in] -> [num_rows, out] in x's dtype."""
-        if self.scale is None and self.bias is None:
+        if self.is_plain:
             return product(x, self.weight[...], x.dtype)
         out = product(x, self.weight[...])
         if self.scale is not None:
@@ -160,6 +165,14 @@ class RMSNorm(nnx.Module):
         mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
         unit = wide * jax.lax.rsqrt(mean_square + jnp.float32(self.epsilon))
         return (unit * self.weight[...].astype(jnp.float32)[None, :]).astype(x.dtype)
+
+
+def gated(gate_up: Linear, x: jax.Array) -> jax.Array:
+    """`swiglu` of a layer's outputs, gate first: x [num_rows, in] -> [num_rows, ffw_dim]."""
+    weight = gate_up.weight[...]
+    if gate_up.is_plain and traced_platform() == "cpu" and cpu.can_gate(x, weight):
+        return cpu.gated_product(x, weight)
+    return swiglu(gate_up(x))
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:

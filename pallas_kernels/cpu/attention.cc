@@ -71,24 +71,6 @@ struct Unit {
   bool continues;  // after a unit that is shared
 };
 
-// e^x for x <= 0, to about 2 units in the last place; 0 below -87.
-inline Floats exp_of_negative(Floats x) {
-  constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
-  constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole
-  const Floats low = Floats{} - 87.0f;
-  const Floats bounded = x < low ? low : x;
-  const Floats shifted = bounded * kLog2E + kRounds;
-  const Floats whole = shifted - kRounds;
-  const Floats rest = bounded - whole * kLn2High - whole * kLn2Low;
-  // Taylor's series to rest^7 / 7!, |rest| <= ln(2) / 2.
-  Floats sum = Floats{} + 1.0f / 5040;
-  for (const float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-    sum = sum * rest + term;
-  const Words power = (reinterpret_cast<Words>(shifted) - 0x4b400000u) << 23;  // into the exponent
-  const Floats result = reinterpret_cast<Floats>(reinterpret_cast<Words>(sum) + power);
-  return x < low ? Floats{} : result;
-}
-
 // Memory that is read soon. It is fetched some lines at a time, between other work: a core waits for
 // so many lines at once, and with more it stands still.
 class Ahead {
@@ -343,10 +325,7 @@ class Attention {
   }
 
   static void keep(Floats value, uint32_t* weights, int i) {
-    if constexpr (kPerWord == 1)
-      std::memcpy(weights + i, &value, sizeof value);
-    else
-      narrow_to(value, reinterpret_cast<BFloat16*>(weights) + i);
+    store_lanes(reinterpret_cast<T*>(weights) + i, value);
   }
 
   void finish(const Unit& unit, int64_t row) {
@@ -357,10 +336,7 @@ class Attention {
     int64_t d = 0;
     for (; d + kLanes <= problem_.head_dim; d += kLanes) {
       const Floats value = load<Floats>(from + d) * share;
-      if constexpr (kPerWord == 1)
-        std::memcpy(to + d, &value, sizeof value);
-      else
-        narrow_to(value, to + d);
+      store_lanes(to + d, value);
     }
     for (; d < problem_.head_dim; ++d) store(to + d, from[d] * share);
     problem_.lse[at] = total != 0 ? scratch_.peaks[row] + std::log(total) : kNone;

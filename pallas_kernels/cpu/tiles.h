@@ -12,15 +12,22 @@ constexpr int kRowsAtOnce = 6;  // 24 sums, 4 words of the tile, one of a row: 2
 constexpr int kVectorsAtOnce = 4;
 constexpr int kBytesOfLine = 64;
 
-// Memory [next, end) that is read soon. One line is fetched with each step of other work: a core
-// waits for so many lines at once, and with more it stands still.
+// Memory [next, end) that is read soon, and then `bytes` from `then`. One line is fetched with each
+// step of other work: a core waits for so many lines at once, and with more it stands still.
 struct Stream {
   const char* next = nullptr;
   const char* end = nullptr;
+  const char* then = nullptr;
+  int64_t bytes = 0;
+
   void fetch() {
     if (next < end) {
       __builtin_prefetch(next, 0, 2);
       next += kBytesOfLine;
+    } else if (bytes) {
+      next = then;
+      end = then + bytes;
+      bytes = 0;
     }
   }
 };
