@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -146,7 +147,8 @@ def test_a_product_has_the_gradients_of_a_plain_one(dtype: Any) -> None:
 def test_a_tangent_is_in_the_results_dtype(out_dtype: Any) -> None:
     x, weight = operands(3, 20, 4, BF16)
     dots = operands(3, 20, 4, BF16)
-    out, out_dot = jax.jvp(lambda *args: cpu.product(*args, out_dtype), (x, weight), dots)
+    product = functools.partial(cpu.product, dtype=out_dtype)
+    out, out_dot = jax.jvp(product, (x, weight), dots)
     assert out.dtype == out_dot.dtype == out_dtype
     expected = np.asarray(plain(dots[0], weight) + plain(x, dots[1]), np.float64)
     np.testing.assert_allclose(np.asarray(out_dot, np.float64), expected, rtol=0.01, atol=1e-4)
