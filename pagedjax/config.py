@@ -7,6 +7,7 @@ becomes once model, device and pool are known; the scheduler and the runner read
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -195,6 +196,7 @@ class SchedulerConfig:
     priority_ageing: float = 60.0
     max_queue_requests: int | None = None
     max_queue_tokens: int | None = None
+    fine_buckets: bool = False  # more of them: less padding, for programs that compile fast
 
     def __post_init__(self) -> None:
         """Checks the combination."""
@@ -231,11 +233,14 @@ class SchedulerConfig:
         """Token counts of steps in which each sequence runs one token: 1, 8, 32, ...
 
         Reading the weights is most of such a step's time, so padding costs it little; only one row
-        alone is a cheaper kind of product. None where all steps must be one program.
+        alone is a cheaper kind of product. On a CPU rows cost more: 1, 4, 8, 12, 16, 24, 32, ...
+        None where all steps must be one program.
         """
         if self.batch_invariant:
             return ()
         few = min(FEW_SEQUENCES, self.max_rows)
+        if self.fine_buckets:
+            return tuple(sorted({1, min(4, few), *growing_finely(few, self.max_rows)}))
         return tuple(sorted({1, *growing(few, self.max_rows, factor=4)}))
 
     @property
@@ -246,6 +251,8 @@ class SchedulerConfig:
         smallest = min(SMALLEST_MIXED_BUCKET, self.max_num_batched_tokens)
         while smallest <= self.max_rows:
             smallest *= 2
+        if self.fine_buckets:
+            return growing_finely(smallest, self.max_num_batched_tokens)
         return growing(smallest, self.max_num_batched_tokens, factor=2)
 
     @property
@@ -276,6 +283,13 @@ def growing(low: int, high: int, *, factor: int) -> tuple[int, ...]:
     while values[-1] < high:
         values.append(min(values[-1] * factor, high))
     return tuple(values)
+
+
+def growing_finely(low: int, high: int) -> tuple[int, ...]:
+    """`growing` by a factor of 2, and what lies halfway between."""
+    values = growing(low, high, factor=2)
+    halfway = ((value + following) // 2 for value, following in itertools.pairwise(values))
+    return tuple(sorted({*values, *halfway}))
 
 
 def quantized_dtype(quantization: Any) -> str | None:

@@ -41,6 +41,7 @@ from pagedjax.programs import CompiledProgram, ProgramSet, Progress
 from pagedjax.runner import ModelRunner
 from pagedjax.scheduler import Scheduler
 from pagedjax.tokenizer import Tokenizer
+from pallas_kernels.platform import NATIVE_CPU
 from pallas_kernels.quantize import LARGEST
 
 logger = logging.getLogger("pagedjax")
@@ -276,7 +277,8 @@ def decide(
         total_bytes=target.memory.total,
         utilization=options.memory_utilization,
     )
-    config, pool = _resolve(flat.vocab_size, options, facts, layout, target, budget)
+    fine = choice.implementation == NATIVE_CPU  # a second compiles each of its programs
+    config, pool = _resolve(flat.vocab_size, options, facts, layout, target, budget, fine)
     return Sizes(
         dtype=dtype,
         cache_dtype=cache_dtype,
@@ -296,6 +298,7 @@ def _resolve(
     layout: PageLayout,
     target: Target,
     budget: int,  # bytes that the pool may take
+    fine_buckets: bool,
 ) -> tuple[SchedulerConfig, PoolSize]:
     defaults = target.defaults
     max_num_seqs = options.max_num_seqs or min(
@@ -331,6 +334,7 @@ def _resolve(
         priority_ageing=options.priority_ageing,
         max_queue_requests=options.max_queue_requests,
         max_queue_tokens=options.max_queue_tokens,
+        fine_buckets=fine_buckets,
     )
     return config, pool
 

@@ -22,8 +22,8 @@ from pagedjax.models.layers import (
     Linear,
     RMSNorm,
     dense_attention,
+    gated,
     product,
-    swiglu,
 )
 from pagedjax.models.rope import RopeConfig
 
@@ -146,7 +146,7 @@ class DecoderLayer(nnx.Module):
     def after_attention(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """The residual stream after attention's output and the feed-forward layer."""
         x = x + self.out(attended.reshape(x.shape[0], -1))
-        return x + self.down(swiglu(self.gate_up(self.mlp_norm(x))))
+        return x + self.down(gated(self.gate_up, self.mlp_norm(x)))
 
 
 class Decoder(nnx.Module):

@@ -24,8 +24,6 @@ _NARROW_TILE = 16
 _WIDE = 16  # times as many outputs as inputs
 _FEW_ROWS_WIDE = 8
 
-_NATIVE_ROWS = 64  # of bfloat16, half as many of float32
-
 _INIT = nnx.initializers.normal(0.02)  # what GPT-2 and the Llama family start training from
 
 
@@ -40,15 +38,9 @@ def product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> 
     `dtype`: of the result, x's or float32; None: float32.
     """
     dtype = dtype or jnp.dtype(jnp.float32)
-    if traced_platform() == "cpu" and _is_better_native(x, weight):
+    if traced_platform() == "cpu" and cpu.can_multiply(x, weight):
         return cpu.product(x, weight, dtype)
     return _xla_product(x, weight).astype(dtype)
-
-
-def _is_better_native(x: jax.Array, weight: jax.Array) -> bool:
-    """Whether our own kernel is there and faster: with many rows, XLA's repacking pays."""
-    most = _NATIVE_ROWS if x.dtype.itemsize < 4 else _NATIVE_ROWS // 2
-    return x.shape[0] <= most and cpu.can_multiply(x, weight)
 
 
 def _xla_product(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -130,9 +122,14 @@ class Linear(nnx.Module):
         self.scale = None if scale is None else nnx.Param(scale)
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
 
+    @property
+    def is_plain(self) -> bool:
+        """Neither bias nor scale."""
+        return self.scale is None and self.bias is None
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [num_rows, in] -> [num_rows, out] in x's dtype."""
-        if self.scale is None and self.bias is None:
+        if self.is_plain:
             return product(x, self.weight[...], x.dtype)
         out = product(x, self.weight[...])
         if self.scale is not None:
@@ -168,6 +165,14 @@ class RMSNorm(nnx.Module):
         mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
         unit = wide * jax.lax.rsqrt(mean_square + jnp.float32(self.epsilon))
         return (unit * self.weight[...].astype(jnp.float32)[None, :]).astype(x.dtype)
+
+
+def gated(gate_up: Linear, x: jax.Array) -> jax.Array:
+    """`swiglu` of a layer's outputs, gate first: x [num_rows, in] -> [num_rows, ffw_dim]."""
+    weight = gate_up.weight[...]
+    if gate_up.is_plain and traced_platform() == "cpu" and cpu.can_gate(x, weight):
+        return cpu.gated_product(x, weight)
+    return swiglu(gate_up(x))
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:

@@ -7,15 +7,17 @@ speed: `is_loaded()` is False, and callers use XLA.
 
 from pallas_kernels.cpu.attention import attention, attention_limit
 from pallas_kernels.cpu.library import BuildError, Recipe, find_recipe, is_loaded, load, loaded_key
-from pallas_kernels.cpu.product import can_multiply, product
+from pallas_kernels.cpu.product import can_gate, can_multiply, gated_product, product
 
 __all__ = [
     "BuildError",
     "Recipe",
     "attention",
     "attention_limit",
+    "can_gate",
     "can_multiply",
     "find_recipe",
+    "gated_product",
     "is_loaded",
     "load",
     "loaded_key",

@@ -12,6 +12,7 @@
 #include <limits>
 #include <vector>
 
+#include "tiles.h"
 #include "vectors.h"
 #include "workers.h"
 
@@ -22,9 +23,7 @@ namespace ffi = xla::ffi;
 
 constexpr int kBlock = 64;          // positions
 constexpr int kTileRows = 48;       // query rows of a unit: heads of a group times tokens
-constexpr int kRowsAtOnce = 6;      // of the inner products: 24 sums, 4 of a block, one of a row
-constexpr int kVectorsAtOnce = 4;
-constexpr int kBytesOfLine = 64;
+constexpr int kLeastShared = 2 * kBlock;  // positions: with fewer, a second round is not worth it
 constexpr int kSharesPerThread = 8;
 // Lines of memory to fetch between two pieces of work, each of some hundred cycles.
 constexpr int kFetchedASquare = 8;
@@ -58,75 +57,19 @@ struct Problem {
   int64_t to_values() const { return num_kv_heads * page_size * head_dim; }
 };
 
-// Query tokens [first, end) of a sequence, whose last token is at position kv_len - 1.
-struct Unit {
-  int64_t seq, head, first, end;
-  int64_t position;  // of the first token
+struct Token {
+  int64_t index;     // among all of the batch
+  int64_t position;  // in its sequence
 };
 
-// c [kRows, kVectors] = or += a [kRows, steps] b [steps, kVectors]: words of a are broadcast.
-template <typename T, int kRows, int kVectors>
-void multiply_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
-                   int64_t steps, float* c, int64_t c_stride, bool adds) {
-  typedef typename Packed<T>::Vector Vector;
-  Floats sums[kRows][kVectors];
-  for (int i = 0; i < kRows; ++i)
-    for (int j = 0; j < kVectors; ++j)
-      sums[i][j] = adds ? load<Floats>(c + i * c_stride + j * kLanes) : Floats{};
-  for (int64_t k = 0; k < steps; ++k) {
-    Vector vectors[kVectors];
-    for (int j = 0; j < kVectors; ++j) vectors[j] = load<Vector>(b + k * b_stride + j * kLanes);
-    for (int i = 0; i < kRows; ++i) {
-      const auto word = reinterpret_cast<Vector>(Words{} + a[i * a_stride + k]);
-      for (int j = 0; j < kVectors; ++j) sums[i][j] = Packed<T>::add_product(sums[i][j], word, vectors[j]);
-    }
-  }
-  for (int i = 0; i < kRows; ++i)
-    for (int j = 0; j < kVectors; ++j)
-      std::memcpy(c + i * c_stride + j * kLanes, &sums[i][j], sizeof sums[i][j]);
-}
-
-template <typename T, int kRows>
-void multiply_rows(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
-                   int64_t steps, float* c, int64_t c_stride, bool adds) {
-  int64_t lane = 0;
-  for (; lane + kVectorsAtOnce * kLanes <= b_stride; lane += kVectorsAtOnce * kLanes)
-    multiply_tile<T, kRows, kVectorsAtOnce>(a, a_stride, b + lane, b_stride, steps, c + lane, c_stride, adds);
-  for (; lane < b_stride; lane += kLanes)
-    multiply_tile<T, kRows, 1>(a, a_stride, b + lane, b_stride, steps, c + lane, c_stride, adds);
-}
-
-// The same for any number of rows. b_stride and c_stride are whole vectors.
-template <typename T>
-void multiply(const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b, int64_t b_stride,
-              int64_t steps, float* c, int64_t c_stride, bool adds) {
-  int64_t row = 0;
-  for (; row + kRowsAtOnce <= rows; row += kRowsAtOnce)
-    multiply_rows<T, kRowsAtOnce>(a + row * a_stride, a_stride, b, b_stride, steps, c + row * c_stride,
-                                  c_stride, adds);
-  for (; row + 3 <= rows; row += 3)
-    multiply_rows<T, 3>(a + row * a_stride, a_stride, b, b_stride, steps, c + row * c_stride, c_stride, adds);
-  for (; row < rows; ++row)
-    multiply_rows<T, 1>(a + row * a_stride, a_stride, b, b_stride, steps, c + row * c_stride, c_stride, adds);
-}
-
-// e^x for x <= 0, to about 2 units in the last place; 0 below -87.
-inline Floats exp_of_negative(Floats x) {
-  constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
-  constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole
-  const Floats low = Floats{} - 87.0f;
-  const Floats bounded = x < low ? low : x;
-  const Floats shifted = bounded * kLog2E + kRounds;
-  const Floats whole = shifted - kRounds;
-  const Floats rest = bounded - whole * kLn2High - whole * kLn2Low;
-  // Taylor's series to rest^7 / 7!, |rest| <= ln(2) / 2.
-  Floats sum = Floats{} + 1.0f / 5040;
-  for (const float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-    sum = sum * rest + term;
-  const Words power = (reinterpret_cast<Words>(shifted) - 0x4b400000u) << 23;  // into the exponent
-  const Floats result = reinterpret_cast<Floats>(reinterpret_cast<Words>(sum) + power);
-  return x < low ? Floats{} : result;
-}
+// One key-value head, and some tokens that attend to positions [begin, end) of a sequence's pages.
+struct Unit {
+  int64_t seq, head, begin, end;
+  const Token* tokens;
+  int64_t num_tokens;
+  bool is_shared;  // of several sequences, over pages that all of them have: others continue it
+  bool continues;  // after a unit that is shared
+};
 
 // Memory that is read soon. It is fetched some lines at a time, between other work: a core waits for
 // so many lines at once, and with more it stands still.
@@ -162,80 +105,125 @@ struct Scratch {
   std::vector<float> scores, out;
   std::vector<float> peaks, totals;  // of each row: largest score, sum of the weights
 
-  void resize(int64_t words, int64_t steps, int64_t padded) {
-    q.resize(kTileRows * words);
+  void resize(int64_t rows, int64_t words, int64_t steps, int64_t padded) {
+    q.resize(rows * words);
     keys.resize(words * kBlock);
     values.resize(steps * padded);
-    weights.resize(kTileRows * steps);
-    scores.resize(kTileRows * kBlock);
-    out.resize(kTileRows * padded);
-    peaks.resize(kTileRows);
-    totals.resize(kTileRows);
+    weights.resize(rows * steps);
+    scores.resize(rows * kBlock);
+    out.resize(rows * padded);
+    peaks.resize(rows);
+    totals.resize(rows);
     zeros.resize(words);
   }
+};
+
+// What rows have summed over shared pages, until their own units go on with it. It is put together
+// as if one unit had seen all: the bits are the same.
+class States {
+ public:
+  void resize(int64_t rows, int64_t padded) { state_.resize(rows * (padded + 2)); }
+
+  void put(int64_t at, const Scratch& from, int64_t row, int64_t padded) {
+    float* to = state_.data() + at * (padded + 2);
+    std::copy_n(from.out.begin() + row * padded, padded, to);
+    to[padded] = from.peaks[row];
+    to[padded + 1] = from.totals[row];
+  }
+
+  void get(int64_t at, Scratch& to, int64_t row, int64_t padded) const {
+    const float* from = state_.data() + at * (padded + 2);
+    std::copy_n(from, padded, to.out.begin() + row * padded);
+    to.peaks[row] = from[padded];
+    to.totals[row] = from[padded + 1];
+  }
+
+ private:
+  std::vector<float> state_;
 };
 
 template <typename T>
 class Attention {
  public:
-  Attention(const Problem<T>& problem, Scratch& scratch)
+  Attention(const Problem<T>& problem, Scratch& scratch, States& states)
       : problem_(problem),
         scratch_(scratch),
+        states_(states),
         words_(problem.head_dim / kPerWord),
-        padded_((problem.head_dim + kLanes - 1) / kLanes * kLanes) {
-    scratch.resize(words_, kSteps, padded_);
+        padded_(padded(problem)) {
+    scratch.resize(std::max<int64_t>(kTileRows, problem.group()), words_, kSteps, padded_);
+  }
+
+  // Floats of a row of values, in whole vectors.
+  static int64_t padded(const Problem<T>& problem) {
+    return (problem.head_dim + kLanes - 1) / kLanes * kLanes;
   }
 
   // Attends; meanwhile fetches what `next` (null: nothing) reads first.
   void run(const Unit& unit, const Unit* next) {
-    const int64_t group = problem_.group(), tokens = unit.end - unit.first;
-    rows_ = tokens * group;
-    for (int64_t token = 0; token < tokens; ++token) {
-      const T* from = problem_.q + ((unit.first + token) * problem_.num_q_heads + unit.head * group) * problem_.head_dim;
-      std::memcpy(scratch_.q.data() + token * group * words_, from, group * words_ * sizeof(uint32_t));
-    }
-    std::fill_n(scratch_.peaks.begin(), rows_, kNone);
-    std::fill_n(scratch_.totals.begin(), rows_, 0.0f);
-    std::fill_n(scratch_.out.begin(), rows_ * padded_, 0.0f);
-
-    const int64_t end = end_of(unit), first = first_of(unit);
-    for (int64_t start = first / kBlock * kBlock; start < end; start += kBlock) {
-      if (start + kBlock < end)
+    take_rows(unit);
+    for (int64_t start = unit.begin / kBlock * kBlock; start < unit.end; start += kBlock) {
+      if (start + kBlock < unit.end)
         look_ahead(unit, start + kBlock);
       else if (next)
-        look_ahead(*next, first_of(*next));
+        look_ahead(*next, next->begin);
       // A position before the first may be of a page that is gone.
-      const int64_t skipped = std::max(start, first) - start, count = std::min<int64_t>(kBlock, end - start);
+      const int64_t skipped = std::max(start, unit.begin) - start;
+      const int64_t count = std::min<int64_t>(kBlock, unit.end - start);
       const int64_t width = (count + kLanes - 1) / kLanes * kLanes, steps = width / kPerWord;
+      Stream nothing;  // pages are fetched between the products
       find_rows(unit, start, skipped, count);
       turn_keys(width);
       pair_values(steps);
       multiply<T>(scratch_.q.data(), words_, rows_, scratch_.keys.data(), width, words_,
-                  scratch_.scores.data(), width, false);
+                  scratch_.scores.data(), width, false, nothing);
       for (int64_t row = 0; row < rows_; ++row) {
         weigh(unit, start, width, row);
         ahead_.fetch(kFetchedARow);
       }
       multiply<T>(scratch_.weights.data(), kSteps, rows_, scratch_.values.data(), padded_, steps,
-                  scratch_.out.data(), padded_, true);
+                  scratch_.out.data(), padded_, true, nothing);
     }
-    for (int64_t row = 0; row < rows_; ++row) finish(unit, row);
+    for (int64_t row = 0; row < rows_; ++row) {
+      if (unit.is_shared)
+        states_.put(row_of(unit, row), scratch_, row, padded_);
+      else
+        finish(unit, row);
+    }
   }
 
  private:
   static constexpr int kPerWord = 4 / sizeof(T);
   static constexpr int kSteps = kBlock / kPerWord;
 
-  // Positions that a unit sees.
-  int64_t first_of(const Unit& unit) const {
-    return std::max<int64_t>(0, unit.position - problem_.window + 1);
+  // Index of a row among all [num_tokens, num_q_heads].
+  int64_t row_of(const Unit& unit, int64_t row) const {
+    const int64_t group = problem_.group();
+    return unit.tokens[row / group].index * problem_.num_q_heads + unit.head * group + row % group;
   }
-  int64_t end_of(const Unit& unit) const { return unit.position + unit.end - unit.first; }
+
+  // The unit's queries, and what was summed before its first block.
+  void take_rows(const Unit& unit) {
+    const int64_t group = problem_.group();
+    rows_ = unit.num_tokens * group;
+    for (int64_t row = 0; row < rows_; row += group)
+      std::memcpy(scratch_.q.data() + row * words_, problem_.q + row_of(unit, row) * problem_.head_dim,
+                  group * words_ * sizeof(uint32_t));
+    for (int64_t row = 0; row < rows_; ++row) {
+      if (unit.continues) {
+        states_.get(row_of(unit, row), scratch_, row, padded_);
+      } else {
+        scratch_.peaks[row] = kNone;
+        scratch_.totals[row] = 0;
+        std::fill_n(scratch_.out.begin() + row * padded_, padded_, 0.0f);
+      }
+    }
+  }
 
   // What to fetch next: the block of a unit that begins at `start`.
   void look_ahead(const Unit& unit, int64_t start) {
     const int64_t page_size = problem_.page_size;
-    const int64_t end = std::min(end_of(unit), start / kBlock * kBlock + kBlock);
+    const int64_t end = std::min(unit.end, start / kBlock * kBlock + kBlock);
     ahead_.clear();
     for (int64_t at = start; at < end;) {
       const int64_t offset = at % page_size, positions = std::min(page_size - offset, end - at);
@@ -265,46 +253,8 @@ class Attention {
   // Word by word of the head, the positions of the block beside one another.
   void turn_keys(int64_t width) {
     const auto rows = reinterpret_cast<const uint32_t* const*>(keys_);
-    uint32_t* to = scratch_.keys.data();
-    int64_t word = 0;
-#if defined(__AVX512F__)
-    for (; word + kLanes <= words_; word += kLanes)
-      for (int64_t i = 0; i < width; i += kLanes) {
-        turn_square(rows + i, word, to + word * width + i, width);
-        ahead_.fetch(kFetchedASquare);
-      }
-#endif
-    for (; word < words_; ++word)
-      for (int64_t i = 0; i < width; ++i) to[word * width + i] = rows[i][word];
+    turn(rows, width, words_, scratch_.keys.data(), width, [this] { ahead_.fetch(kFetchedASquare); });
   }
-
-#if defined(__AVX512F__)
-  // 16 words of 16 rows, turned; word w of all of them goes to `to + w * width`.
-  static void turn_square(const uint32_t* const* rows, int64_t word, uint32_t* to, int64_t width) {
-    __m512i a[16], b[16];
-    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i] + word);
-    for (int i = 0; i < 16; i += 2) {
-      b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-      b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-      for (int j = 0; j < 2; ++j) {
-        a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
-        a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
-      }
-    // a[4 r + c] has words c, c + 4, c + 8, c + 12 of rows 4 r .. 4 r + 3, in quarters.
-    for (int c = 0; c < 4; ++c) {
-      const __m512i low = _mm512_shuffle_i32x4(a[c], a[c + 4], 0x88);
-      const __m512i high = _mm512_shuffle_i32x4(a[c + 8], a[c + 12], 0x88);
-      const __m512i low_odd = _mm512_shuffle_i32x4(a[c], a[c + 4], 0xdd);
-      const __m512i high_odd = _mm512_shuffle_i32x4(a[c + 8], a[c + 12], 0xdd);
-      _mm512_storeu_si512(to + c * width, _mm512_shuffle_i32x4(low, high, 0x88));
-      _mm512_storeu_si512(to + (c + 8) * width, _mm512_shuffle_i32x4(low, high, 0xdd));
-      _mm512_storeu_si512(to + (c + 4) * width, _mm512_shuffle_i32x4(low_odd, high_odd, 0x88));
-      _mm512_storeu_si512(to + (c + 12) * width, _mm512_shuffle_i32x4(low_odd, high_odd, 0xdd));
-    }
-  }
-#endif
 
   // The values of two positions (of one, in float32) in each word.
   void pair_values(int64_t steps) {
@@ -325,7 +275,7 @@ class Attention {
   // The row's weights of a block, its new peak and total; what was summed before is scaled.
   void weigh(const Unit& unit, int64_t start, int64_t width, int64_t row) {
     const int64_t group = problem_.group();
-    const int64_t position = unit.position + row / group;
+    const int64_t position = unit.tokens[row / group].position;
     float* scores = scratch_.scores.data() + row * width;
     if (problem_.soft_cap > 0 || problem_.slopes) bend(scores, start, width, position, unit.head * group + row % group);
     const float from = static_cast<float>(std::max<int64_t>(position - problem_.window + 1 - start, 0));
@@ -375,25 +325,18 @@ class Attention {
   }
 
   static void keep(Floats value, uint32_t* weights, int i) {
-    if constexpr (kPerWord == 1)
-      std::memcpy(weights + i, &value, sizeof value);
-    else
-      narrow_to(value, reinterpret_cast<BFloat16*>(weights) + i);
+    store_lanes(reinterpret_cast<T*>(weights) + i, value);
   }
 
   void finish(const Unit& unit, int64_t row) {
-    const int64_t group = problem_.group(), token = unit.first + row / group;
-    const int64_t at = token * problem_.num_q_heads + unit.head * group + row % group;
+    const int64_t at = row_of(unit, row);
     const float total = scratch_.totals[row], share = total == 0 ? 0.0f : 1.0f / total;
     const float* from = scratch_.out.data() + row * padded_;
     T* to = problem_.out + at * problem_.head_dim;
     int64_t d = 0;
     for (; d + kLanes <= problem_.head_dim; d += kLanes) {
       const Floats value = load<Floats>(from + d) * share;
-      if constexpr (kPerWord == 1)
-        std::memcpy(to + d, &value, sizeof value);
-      else
-        narrow_to(value, to + d);
+      store_lanes(to + d, value);
     }
     for (; d < problem_.head_dim; ++d) store(to + d, from[d] * share);
     problem_.lse[at] = total != 0 ? scratch_.peaks[row] + std::log(total) : kNone;
@@ -401,29 +344,108 @@ class Attention {
 
   const Problem<T>& problem_;
   Scratch& scratch_;
+  States& states_;
   const int64_t words_, padded_;  // of a head: words, and lanes of its values
   int64_t rows_ = 0;
   Ahead ahead_;
   const T *keys_[kBlock], *values_[kBlock];  // of each position of the block
 };
 
-// Every unit of the batch, the longest first: threads then end at about the same time.
+// The units of a batch. Sequences of one token each that begin with the same pages attend to those
+// together, in units that come first.
 template <typename T>
-std::vector<Unit> units_of(const Problem<T>& problem, int64_t num_seqs) {
-  std::vector<Unit> units;
-  const int64_t tokens = std::max<int64_t>(1, kTileRows / problem.group());
-  for (int64_t seq = 0; seq < num_seqs; ++seq) {
-    const int64_t first = std::max<int64_t>(0, problem.cu_q_lens[seq]);
-    const int64_t end = std::min<int64_t>(problem.num_tokens, problem.cu_q_lens[seq + 1]);
-    const int64_t offset = problem.kv_lens[seq] - static_cast<int64_t>(problem.cu_q_lens[seq + 1]);
-    for (int64_t token = first; token < end; token += tokens)
-      for (int64_t head = 0; head < problem.num_kv_heads; ++head)
-        units.push_back({seq, head, token, std::min(end, token + tokens), token + offset});
+class Batch {
+ public:
+  std::vector<Unit> shared, own;
+
+  Batch(const Problem<T>& problem, int64_t num_seqs) : problem_(problem) {
+    tokens_.reserve(2 * problem.num_tokens);  // units point into it
+    find_shared(num_seqs);
+    for (int64_t seq = 0; seq < num_seqs; ++seq) add_sequence(seq);
+    // The longest first: threads then end at about the same time.
+    std::stable_sort(own.begin(), own.end(), [](const Unit& a, const Unit& b) {
+      return a.end - a.begin > b.end - b.begin;
+    });
   }
-  std::stable_sort(units.begin(), units.end(), [](const Unit& a, const Unit& b) {
-    return a.position + a.end - a.first > b.position + b.end - b.first;
+
+ private:
+  int64_t tile() const { return std::max<int64_t>(1, kTileRows / problem_.group()); }
+  int64_t first_of(int64_t seq) const { return std::max<int64_t>(0, problem_.cu_q_lens[seq]); }
+  int64_t end_of(int64_t seq) const {
+    return std::min<int64_t>(problem_.num_tokens, problem_.cu_q_lens[seq + 1]);
+  }
+  int64_t kv_len(int64_t seq) const {
+    return std::min<int64_t>(problem_.kv_lens[seq], problem_.pages_per_seq * problem_.page_size);
+  }
+  const int32_t* pages(int64_t seq) const { return problem_.page_table + seq * problem_.pages_per_seq; }
+
+  // Fills `prefixes_`: of each sequence, positions that it attends to with others.
+  void find_shared(int64_t num_seqs) {
+    prefixes_.assign(num_seqs, 0);
+    if (problem_.window < problem_.pages_per_seq * problem_.page_size) return;
+    std::vector<int64_t> order;
+    for (int64_t seq = 0; seq < num_seqs; ++seq)
+      if (end_of(seq) - first_of(seq) == 1 && kv_len(seq) > kLeastShared) order.push_back(seq);
+    std::stable_sort(order.begin(), order.end(),
+                     [this](int64_t a, int64_t b) { return pages(a)[0] < pages(b)[0]; });
+    for (size_t from = 0, to; from < order.size(); from = to) {
+      for (to = from + 1; to < order.size() && pages(order[to])[0] == pages(order[from])[0];) ++to;
+      if (to - from > 1) share(order.data() + from, to - from);
+    }
+  }
+
+  void share(const int64_t* seqs, int64_t count) {
+    int64_t columns = problem_.pages_per_seq;
+    for (int64_t i = 0; i < count; ++i) {
+      // The page of the newest position is nobody else's.
+      columns = std::min(columns, (kv_len(seqs[i]) - 1) / problem_.page_size);
+      for (int64_t column = 0; column < columns; ++column)
+        if (pages(seqs[i])[column] != pages(seqs[0])[column]) columns = column;
+    }
+    const int64_t length = columns * problem_.page_size / kBlock * kBlock;
+    if (length < kLeastShared) return;
+    for (int64_t at = 0; at < count; at += tile()) {
+      const int64_t members = std::min(tile(), count - at);
+      const Token* tokens = tokens_.data() + tokens_.size();
+      for (int64_t i = at; i < at + members; ++i) {
+        tokens_.push_back({first_of(seqs[i]), kv_len(seqs[i]) - 1});
+        prefixes_[seqs[i]] = length;
+      }
+      for (int64_t head = 0; head < problem_.num_kv_heads; ++head)
+        shared.push_back({seqs[0], head, 0, length, tokens, members, true, false});
+    }
+  }
+
+  void add_sequence(int64_t seq) {
+    const int64_t end = end_of(seq), offset = kv_len(seq) - problem_.cu_q_lens[seq + 1];
+    for (int64_t first = first_of(seq); first < end; first += tile()) {
+      const int64_t stop = std::min(end, first + tile());
+      // Only of metadata that overlap, which is not allowed: what is listed must not move.
+      if (tokens_.size() + (stop - first) > tokens_.capacity()) return;
+      const Token* tokens = tokens_.data() + tokens_.size();
+      for (int64_t token = first; token < stop; ++token) tokens_.push_back({token, token + offset});
+      const int64_t seen = std::max<int64_t>(0, first + offset - problem_.window + 1);
+      const int64_t begin = std::max(seen, prefixes_[seq]);
+      for (int64_t head = 0; head < problem_.num_kv_heads; ++head)
+        own.push_back({seq, head, begin, stop + offset, tokens, stop - first, false, prefixes_[seq] > 0});
+    }
+  }
+
+  const Problem<T>& problem_;
+  std::vector<Token> tokens_;
+  std::vector<int64_t> prefixes_;
+};
+
+template <typename T>
+void run_all(ffi::ThreadPool& pool, const Problem<T>& problem, const std::vector<Unit>& units, States& states) {
+  const int64_t count = units.size();
+  const int64_t shares = std::min(count, std::max<int64_t>(1, pool.num_threads()) * kSharesPerThread);
+  share_out(pool, shares, [&](int64_t share) {
+    static thread_local Scratch scratch;
+    Attention<T> attention(problem, scratch, states);
+    for (int64_t i = share; i < count; i += shares)
+      attention.run(units[i], i + shares < count ? &units[i + shares] : nullptr);
   });
-  return units;
 }
 
 template <typename T>
@@ -432,15 +454,11 @@ void attend(ffi::ThreadPool& pool, const Problem<T>& problem, int64_t num_seqs) 
   const int64_t rows = problem.num_tokens * problem.num_q_heads;
   std::memset(static_cast<void*>(problem.out), 0, rows * problem.head_dim * sizeof(T));
   std::fill_n(problem.lse, rows, kNone);
-  const std::vector<Unit> units = units_of(problem, num_seqs);
-  const int64_t count = units.size();
-  const int64_t shares = std::min(count, std::max<int64_t>(1, pool.num_threads()) * kSharesPerThread);
-  share_out(pool, shares, [&](int64_t share) {
-    static thread_local Scratch scratch;
-    Attention<T> attention(problem, scratch);
-    for (int64_t i = share; i < count; i += shares)
-      attention.run(units[i], i + shares < count ? &units[i + shares] : nullptr);
-  });
+  const Batch<T> batch(problem, num_seqs);
+  States states;
+  if (!batch.shared.empty()) states.resize(rows, Attention<T>::padded(problem));
+  run_all(pool, problem, batch.shared, states);
+  run_all(pool, problem, batch.own, states);
 }
 
 template <typename T>

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import jax
 
-TARGETS = ("pagedjax_attention", "pagedjax_product")  # functions of the library, and what JAX calls them
+TARGETS = ("pagedjax_attention", "pagedjax_gated_product", "pagedjax_product")  # functions of the library, and what JAX calls them
 
 _FOLDER = Path(__file__).resolve().parent
 _COMPILERS = ("c++", "g++", "clang++")

@@ -120,6 +120,9 @@ inline void narrow_to(Floats values, BFloat16* to) {
 #endif
 }
 
+inline void store_lanes(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
+inline void store_lanes(BFloat16* to, Floats values) { narrow_to(values, to); }
+
 // Sums of the lanes of four vectors, always in the same order.
 inline Quad sum_lanes(const Floats* vectors) {
 #if defined(__AVX512F__)
@@ -179,6 +182,24 @@ inline Floats lane_numbers() {
   Floats numbers;
   for (int lane = 0; lane < kLanes; ++lane) numbers[lane] = static_cast<float>(lane);
   return numbers;
+}
+
+// e^x for x <= 0, to about 2 units in the last place; 0 below -87.
+inline Floats exp_of_negative(Floats x) {
+  constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole
+  const Floats low = Floats{} - 87.0f;
+  const Floats bounded = x < low ? low : x;
+  const Floats shifted = bounded * kLog2E + kRounds;
+  const Floats whole = shifted - kRounds;
+  const Floats rest = bounded - whole * kLn2High - whole * kLn2Low;
+  // Taylor's series to rest^7 / 7!, |rest| <= ln(2) / 2.
+  Floats sum = Floats{} + 1.0f / 5040;
+  for (const float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    sum = sum * rest + term;
+  const Words power = (reinterpret_cast<Words>(shifted) - 0x4b400000u) << 23;  // into the exponent
+  const Floats result = reinterpret_cast<Floats>(reinterpret_cast<Words>(sum) + power);
+  return x < low ? Floats{} : result;
 }
 
 }  // namespace pagedjax
