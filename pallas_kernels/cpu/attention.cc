@@ -21,8 +21,8 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int kBlock = 64;          // positions
-constexpr int kTileRows = 48;       // query rows of a unit: heads of a group times tokens
+constexpr int kBlock = 64;                // positions
+constexpr int kTileRows = 48;             // query rows of a unit: heads of a group times tokens
 constexpr int kLeastShared = 2 * kBlock;  // positions: with fewer, a second round is not worth it
 constexpr int kSharesPerThread = 8;
 // Lines of memory to fetch between two pieces of work, each of some hundred cycles.
@@ -34,8 +34,8 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 // The batch, as `paged_attention` gets it.
 template <typename T>
 struct Problem {
-  const T* q;               // [num_tokens, num_q_heads, head_dim]
-  const T* kv_pages;        // [num_pages, 2, num_kv_heads, page_size, head_dim]
+  const T* q;                 // [num_tokens, num_q_heads, head_dim]
+  const T* kv_pages;          // [num_pages, 2, num_kv_heads, page_size, head_dim]
   const int32_t* page_table;  // [max_seqs, pages_per_seq]
   const int32_t* kv_lens;     // [max_seqs]
   const int32_t* cu_q_lens;   // [max_seqs + 1]
@@ -43,8 +43,8 @@ struct Problem {
   T* out;                     // as q
   float* lse;                 // [num_tokens, num_q_heads]
   int64_t num_tokens, num_q_heads, num_kv_heads, head_dim, num_pages, page_size, pages_per_seq;
-  float scale, soft_cap;      // soft_cap 0: none
-  int64_t window;             // positions that a query sees; at least 1
+  float scale, soft_cap;  // soft_cap 0: none
+  int64_t window;         // positions that a query sees; at least 1
 
   int64_t group() const { return num_q_heads / num_kv_heads; }
 
@@ -71,14 +71,15 @@ struct Unit {
   bool continues;  // after a unit that is shared
 };
 
-// Memory that is read soon. It is fetched some lines at a time, between other work: a core waits for
-// so many lines at once, and with more it stands still.
+// Memory that is read soon. It is fetched some lines at a time, between other work: a core waits
+// for so many lines at once, and with more it stands still.
 class Ahead {
  public:
   void clear() { count_ = range_ = 0; }
 
   void add(const void* from, int64_t bytes) {
-    if (count_ < kMost) ranges_[count_++] = {static_cast<const char*>(from), static_cast<const char*>(from) + bytes};
+    if (count_ < kMost)
+      ranges_[count_++] = {static_cast<const char*>(from), static_cast<const char*>(from) + bytes};
   }
 
   void fetch(int lines) {
@@ -207,7 +208,8 @@ class Attention {
     const int64_t group = problem_.group();
     rows_ = unit.num_tokens * group;
     for (int64_t row = 0; row < rows_; row += group)
-      std::memcpy(scratch_.q.data() + row * words_, problem_.q + row_of(unit, row) * problem_.head_dim,
+      std::memcpy(scratch_.q.data() + row * words_,
+                  problem_.q + row_of(unit, row) * problem_.head_dim,
                   group * words_ * sizeof(uint32_t));
     for (int64_t row = 0; row < rows_; ++row) {
       if (unit.continues) {
@@ -227,7 +229,8 @@ class Attention {
     ahead_.clear();
     for (int64_t at = start; at < end;) {
       const int64_t offset = at % page_size, positions = std::min(page_size - offset, end - at);
-      const T* keys = problem_.keys(unit.seq, at / page_size, unit.head) + offset * problem_.head_dim;
+      const T* keys =
+          problem_.keys(unit.seq, at / page_size, unit.head) + offset * problem_.head_dim;
       ahead_.add(keys, positions * problem_.head_dim * sizeof(T));
       ahead_.add(keys + problem_.to_values(), positions * problem_.head_dim * sizeof(T));
       at += positions;
@@ -241,8 +244,10 @@ class Attention {
     std::fill_n(keys_, kBlock, zeros);
     std::fill_n(values_, kBlock, zeros);
     for (int64_t i = skipped; i < count;) {
-      const int64_t offset = (start + i) % page_size, stop = std::min(count, i + page_size - offset);
-      const T* keys = problem_.keys(unit.seq, (start + i) / page_size, unit.head) + offset * problem_.head_dim;
+      const int64_t offset = (start + i) % page_size,
+                    stop = std::min(count, i + page_size - offset);
+      const T* keys =
+          problem_.keys(unit.seq, (start + i) / page_size, unit.head) + offset * problem_.head_dim;
       for (; i < stop; ++i, keys += problem_.head_dim) {
         keys_[i] = keys;
         values_[i] = keys + problem_.to_values();
@@ -253,7 +258,8 @@ class Attention {
   // Word by word of the head, the positions of the block beside one another.
   void turn_keys(int64_t width) {
     const auto rows = reinterpret_cast<const uint32_t* const*>(keys_);
-    turn(rows, width, words_, scratch_.keys.data(), width, [this] { ahead_.fetch(kFetchedASquare); });
+    turn(rows, width, words_, scratch_.keys.data(), width,
+         [this] { ahead_.fetch(kFetchedASquare); });
   }
 
   // The values of two positions (of one, in float32) in each word.
@@ -265,7 +271,8 @@ class Attention {
         std::memcpy(to, values_[step], length * sizeof(T));
       } else {
         const T *even = values_[2 * step], *odd = values_[2 * step + 1];
-        for (int64_t d = 0; d < length; ++d) to[d] = even[d].bits | static_cast<uint32_t>(odd[d].bits) << 16;
+        for (int64_t d = 0; d < length; ++d)
+          to[d] = even[d].bits | static_cast<uint32_t>(odd[d].bits) << 16;
       }
       for (int64_t d = length; d < padded_; ++d) to[d] = 0;
       ahead_.fetch(kFetchedAStep);
@@ -277,8 +284,10 @@ class Attention {
     const int64_t group = problem_.group();
     const int64_t position = unit.tokens[row / group].position;
     float* scores = scratch_.scores.data() + row * width;
-    if (problem_.soft_cap > 0 || problem_.slopes) bend(scores, start, width, position, unit.head * group + row % group);
-    const float from = static_cast<float>(std::max<int64_t>(position - problem_.window + 1 - start, 0));
+    if (problem_.soft_cap > 0 || problem_.slopes)
+      bend(scores, start, width, position, unit.head * group + row % group);
+    const float from =
+        static_cast<float>(std::max<int64_t>(position - problem_.window + 1 - start, 0));
     const float to = static_cast<float>(std::min<int64_t>(position - start, kBlock));
     const float scale = problem_.soft_cap > 0 || problem_.slopes ? 1.0f : problem_.scale;
     Floats highest = Floats{} + kNone, lane = lane_numbers();
@@ -314,7 +323,8 @@ class Attention {
   }
 
   // Scale, cap and slope, where there is more than a scale.
-  void bend(float* __restrict scores, int64_t start, int64_t width, int64_t position, int64_t head) const {
+  void bend(float* __restrict scores, int64_t start, int64_t width, int64_t position,
+            int64_t head) const {
     const float scale = problem_.scale, cap = problem_.soft_cap;
     const float slope = problem_.slopes ? problem_.slopes[head] : 0.0f;
     for (int64_t i = 0; i < width; ++i) {
@@ -377,7 +387,9 @@ class Batch {
   int64_t kv_len(int64_t seq) const {
     return std::min<int64_t>(problem_.kv_lens[seq], problem_.pages_per_seq * problem_.page_size);
   }
-  const int32_t* pages(int64_t seq) const { return problem_.page_table + seq * problem_.pages_per_seq; }
+  const int32_t* pages(int64_t seq) const {
+    return problem_.page_table + seq * problem_.pages_per_seq;
+  }
 
   // Fills `prefixes_`: of each sequence, positions that it attends to with others.
   void find_shared(int64_t num_seqs) {
@@ -427,7 +439,8 @@ class Batch {
       const int64_t seen = std::max<int64_t>(0, first + offset - problem_.window + 1);
       const int64_t begin = std::max(seen, prefixes_[seq]);
       for (int64_t head = 0; head < problem_.num_kv_heads; ++head)
-        own.push_back({seq, head, begin, stop + offset, tokens, stop - first, false, prefixes_[seq] > 0});
+        own.push_back(
+            {seq, head, begin, stop + offset, tokens, stop - first, false, prefixes_[seq] > 0});
     }
   }
 
@@ -437,9 +450,11 @@ class Batch {
 };
 
 template <typename T>
-void run_all(ffi::ThreadPool& pool, const Problem<T>& problem, const std::vector<Unit>& units, States& states) {
+void run_all(ffi::ThreadPool& pool, const Problem<T>& problem, const std::vector<Unit>& units,
+             States& states) {
   const int64_t count = units.size();
-  const int64_t shares = std::min(count, std::max<int64_t>(1, pool.num_threads()) * kSharesPerThread);
+  const int64_t shares =
+      std::min(count, std::max<int64_t>(1, pool.num_threads()) * kSharesPerThread);
   share_out(pool, shares, [&](int64_t share) {
     static thread_local Scratch scratch;
     Attention<T> attention(problem, scratch, states);
@@ -463,10 +478,12 @@ void attend(ffi::ThreadPool& pool, const Problem<T>& problem, int64_t num_seqs) 
 
 template <typename T>
 ffi::Error attention_of(ffi::ThreadPool& pool, ffi::AnyBuffer& q, ffi::AnyBuffer& kv_pages,
-                        ffi::Buffer<ffi::DataType::S32>& page_table, ffi::Buffer<ffi::DataType::S32>& kv_lens,
-                        ffi::Buffer<ffi::DataType::S32>& cu_q_lens, int64_t num_seqs, const float* slopes,
-                        ffi::Result<ffi::AnyBuffer>& out, ffi::Result<ffi::Buffer<ffi::DataType::F32>>& lse,
-                        float scale, float soft_cap, int64_t window) {
+                        ffi::Buffer<ffi::DataType::S32>& page_table,
+                        ffi::Buffer<ffi::DataType::S32>& kv_lens,
+                        ffi::Buffer<ffi::DataType::S32>& cu_q_lens, int64_t num_seqs,
+                        const float* slopes, ffi::Result<ffi::AnyBuffer>& out,
+                        ffi::Result<ffi::Buffer<ffi::DataType::F32>>& lse, float scale,
+                        float soft_cap, int64_t window) {
   const auto of_q = q.dimensions(), of_pages = kv_pages.dimensions();
   const Problem<T> problem{
       static_cast<const T*>(q.untyped_data()),
@@ -493,8 +510,10 @@ ffi::Error attention_of(ffi::ThreadPool& pool, ffi::AnyBuffer& q, ffi::AnyBuffer
 }
 
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv_pages,
-                     ffi::Buffer<ffi::DataType::S32> page_table, ffi::Buffer<ffi::DataType::S32> kv_lens,
-                     ffi::Buffer<ffi::DataType::S32> cu_q_lens, ffi::Buffer<ffi::DataType::S32> num_seqs,
+                     ffi::Buffer<ffi::DataType::S32> page_table,
+                     ffi::Buffer<ffi::DataType::S32> kv_lens,
+                     ffi::Buffer<ffi::DataType::S32> cu_q_lens,
+                     ffi::Buffer<ffi::DataType::S32> num_seqs,
                      ffi::Buffer<ffi::DataType::F32> slopes, ffi::Result<ffi::AnyBuffer> out,
                      ffi::Result<ffi::Buffer<ffi::DataType::F32>> lse, float scale, float soft_cap,
                      int64_t window) {
@@ -507,11 +526,11 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv_p
   const float* slope = slopes.element_count() ? slopes.typed_data() : nullptr;
   const int64_t live = num_seqs.typed_data()[0];
   if (dtype == ffi::DataType::F32)
-    return attention_of<float>(pool, q, kv_pages, page_table, kv_lens, cu_q_lens, live, slope, out, lse,
-                               scale, soft_cap, window);
+    return attention_of<float>(pool, q, kv_pages, page_table, kv_lens, cu_q_lens, live, slope, out,
+                               lse, scale, soft_cap, window);
   if (dtype == ffi::DataType::BF16 && of_q[2] % 2 == 0)
-    return attention_of<BFloat16>(pool, q, kv_pages, page_table, kv_lens, cu_q_lens, live, slope, out, lse,
-                                  scale, soft_cap, window);
+    return attention_of<BFloat16>(pool, q, kv_pages, page_table, kv_lens, cu_q_lens, live, slope,
+                                  out, lse, scale, soft_cap, window);
   return ffi::Error::InvalidArgument("attention: neither float32 nor bfloat16 of an even head_dim");
 }
 

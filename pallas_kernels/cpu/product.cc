@@ -1,5 +1,5 @@
-// x [rows, in] times weight [out, in], the weight as it lies in memory; read once, and fetched while
-// what comes before it is multiplied. In two ways:
+// x [rows, in] times weight [out, in], the weight as it lies in memory; read once, and fetched
+// while what comes before it is multiplied. In two ways:
 //
 //   few rows   lanes run along `in`: nothing is moved, but each output's lanes have to be summed
 //   more rows  a panel of the weight is turned first, so that lanes are outputs
@@ -25,9 +25,9 @@ constexpr int kMaxRows = 6;    // of a tile: 24 sums, 4 weights and a row are 29
 constexpr int kAhead = 2;      // panels between what is multiplied and what is fetched
 constexpr int kMinPanels = 2;  // of a share: fewer are not worth a thread's while
 constexpr int kSharesPerThread = 4;
-constexpr int kManyRows = 40;  // from here on turning pays
+constexpr int kManyRows = 40;        // from here on turning pays
 constexpr int kTurned = 2 * kLanes;  // outputs of a turned panel
-constexpr int kChunk = 48;  // rows whose sums stay in the nearest cache
+constexpr int kChunk = 48;           // rows whose sums stay in the nearest cache
 
 template <typename T>
 struct Matrix {
@@ -63,7 +63,8 @@ void multiply_tile(Matrix<const In> x, Matrix<const In> weight, Matrix<Out> out,
     fetch.next += fetch.each * kVectorBytes;
     for (int i = 0; i < kRows; ++i) {
       const auto values = load<typename Pack::Vector>(rows[i] + k);
-      for (int j = 0; j < kOuts; ++j) sums[i][j] = Pack::add_product(sums[i][j], values, weights[j]);
+      for (int j = 0; j < kOuts; ++j)
+        sums[i][j] = Pack::add_product(sums[i][j], values, weights[j]);
     }
   }
 #pragma GCC unroll 6
@@ -90,26 +91,39 @@ void multiply_panel(Matrix<const In> x, Matrix<const In> weight, Matrix<Out> out
     const int64_t skipped = tile * each * panel_bytes / kOuts;
     const Fetch fetch{ahead + skipped, skipped < panel_bytes ? each : 0};
     switch (end - row) {
-      case 1: multiply_tile<1>(x, weight, out, row, first, outs, fetch); break;
-      case 2: multiply_tile<2>(x, weight, out, row, first, outs, fetch); break;
-      case 3: multiply_tile<3>(x, weight, out, row, first, outs, fetch); break;
-      case 4: multiply_tile<4>(x, weight, out, row, first, outs, fetch); break;
-      case 5: multiply_tile<5>(x, weight, out, row, first, outs, fetch); break;
-      default: multiply_tile<6>(x, weight, out, row, first, outs, fetch); break;
+      case 1:
+        multiply_tile<1>(x, weight, out, row, first, outs, fetch);
+        break;
+      case 2:
+        multiply_tile<2>(x, weight, out, row, first, outs, fetch);
+        break;
+      case 3:
+        multiply_tile<3>(x, weight, out, row, first, outs, fetch);
+        break;
+      case 4:
+        multiply_tile<4>(x, weight, out, row, first, outs, fetch);
+        break;
+      case 5:
+        multiply_tile<5>(x, weight, out, row, first, outs, fetch);
+        break;
+      default:
+        multiply_tile<6>(x, weight, out, row, first, outs, fetch);
+        break;
     }
   }
 }
 
 // Some rows by a panel that was turned, `row` on: sums [count, kTurned].
 template <typename In>
-void multiply_chunk(Matrix<const In> x, const std::vector<uint32_t>& panel, int64_t row, int64_t count,
-                    float* sums, Stream& ahead) {
+void multiply_chunk(Matrix<const In> x, const std::vector<uint32_t>& panel, int64_t row,
+                    int64_t count, float* sums, Stream& ahead) {
   const int64_t words = x.columns * static_cast<int64_t>(sizeof(In)) / 4;
   const auto values = reinterpret_cast<const uint32_t*>(x.row(row));
   multiply<In>(values, words, count, panel.data(), kTurned, words, sums, kTurned, false, ahead);
 }
 
-// The weight's rows [first, first + count) and [second, ...), turned; and what is to be fetched then.
+// The weight's rows [first, first + count) and [second, ...), turned; and what is to be fetched
+// then.
 template <typename In>
 Stream turn_panel(Matrix<const In> weight, int64_t first, int64_t second, int64_t count,
                   std::vector<uint32_t>& panel) {
@@ -124,7 +138,8 @@ Stream turn_panel(Matrix<const In> weight, int64_t first, int64_t second, int64_
   turn(rows, kTurned, words, panel.data(), kTurned, [] {});
 
   Stream ahead;
-  const int64_t next = std::min(weight.rows, first + count), after = std::min(weight.rows, next + count);
+  const int64_t next = std::min(weight.rows, first + count),
+                after = std::min(weight.rows, next + count);
   ahead.next = reinterpret_cast<const char*>(weight.row(next));
   ahead.end = reinterpret_cast<const char*>(weight.row(after));
   if (second && second + 2 * count <= weight.rows) {
@@ -156,7 +171,8 @@ void multiply_turned(Matrix<const In> x, Matrix<const In> weight, Matrix<Out> ou
 template <typename Out>
 void gate(const float* sums, Matrix<Out> out, int64_t row, int64_t count, int64_t first) {
   for (int64_t i = 0; i < count; ++i) {
-    const Floats gates = load<Floats>(sums + i * kTurned), ups = load<Floats>(sums + i * kTurned + kLanes);
+    const Floats gates = load<Floats>(sums + i * kTurned),
+                 ups = load<Floats>(sums + i * kTurned + kLanes);
     const Floats zero{};
     const Floats power = exp_of_negative(gates < zero ? gates : -gates);
     const Floats sigmoid = (gates < zero ? power : zero + 1.0f) / (1.0f + power);
@@ -166,7 +182,8 @@ void gate(const float* sums, Matrix<Out> out, int64_t row, int64_t count, int64_
 
 // kLanes outputs of the gated product: weight rows from `first`, and as many from the second half.
 template <typename In>
-void multiply_gated(Matrix<const In> x, Matrix<const In> weight, Matrix<In> out, int64_t first, bool turns) {
+void multiply_gated(Matrix<const In> x, Matrix<const In> weight, Matrix<In> out, int64_t first,
+                    bool turns) {
   static thread_local std::vector<uint32_t> panel;
   const int64_t second = weight.rows / 2 + first;
   float sums[kChunk * kTurned];
@@ -196,7 +213,8 @@ bool pays_to_turn(Matrix<const In> x) {
 template <typename Body>
 void for_panels(ffi::ThreadPool& pool, int64_t panels, int64_t least, const Body& body) {
   const int64_t most = std::max<int64_t>(1, panels / least);
-  const int64_t shares = std::min(most, std::max<int64_t>(1, pool.num_threads()) * kSharesPerThread);
+  const int64_t shares =
+      std::min(most, std::max<int64_t>(1, pool.num_threads()) * kSharesPerThread);
   share_out(pool, shares, [&](int64_t share) {
     const int64_t end = panels * (share + 1) / shares;
     for (int64_t panel = panels * share / shares; panel < end; ++panel) body(panel);
@@ -204,7 +222,8 @@ void for_panels(ffi::ThreadPool& pool, int64_t panels, int64_t least, const Body
 }
 
 template <typename In, typename Out>
-void multiply_all(ffi::ThreadPool& pool, Matrix<const In> x, Matrix<const In> weight, Matrix<Out> out) {
+void multiply_all(ffi::ThreadPool& pool, Matrix<const In> x, Matrix<const In> weight,
+                  Matrix<Out> out) {
   if (x.rows == 0) return;
   const bool turns = pays_to_turn(x);
   const int64_t height = turns ? kTurned : kOuts;
@@ -235,9 +254,10 @@ ffi::Error gated_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
                          ffi::Result<ffi::AnyBuffer> out) {
   const auto a = x.dimensions(), b = weight.dimensions(), c = out->dimensions();
   const auto dtype = x.element_type();
-  if (a.size() != 2 || b.size() != 2 || c.size() != 2 || a[1] != b[1] || a[0] != c[0] || b[0] != 2 * c[1] ||
-      c[1] % kLanes)
-    return ffi::Error::InvalidArgument("gated_product: x [rows, in], weight [2 out, in], out [rows, out]");
+  if (a.size() != 2 || b.size() != 2 || c.size() != 2 || a[1] != b[1] || a[0] != c[0] ||
+      b[0] != 2 * c[1] || c[1] % kLanes)
+    return ffi::Error::InvalidArgument(
+        "gated_product: x [rows, in], weight [2 out, in], out [rows, out]");
   if (weight.element_type() != dtype || out->element_type() != dtype)
     return ffi::Error::InvalidArgument("gated_product: dtypes do not agree");
   if (dtype == ffi::DataType::F32) return gated_of<float>(pool, x, weight, out);
@@ -252,7 +272,8 @@ ffi::Error product_of(ffi::ThreadPool& pool, ffi::AnyBuffer& x, ffi::AnyBuffer& 
   const Matrix<const In> left{static_cast<const In*>(x.untyped_data()), a[0], a[1]};
   const Matrix<const In> right{static_cast<const In*>(weight.untyped_data()), b[0], b[1]};
   if (out->element_type() == ffi::DataType::F32) {
-    multiply_all(pool, left, right, Matrix<float>{static_cast<float*>(out->untyped_data()), c[0], c[1]});
+    multiply_all(pool, left, right,
+                 Matrix<float>{static_cast<float*>(out->untyped_data()), c[0], c[1]});
   } else {
     multiply_all(pool, left, right, Matrix<In>{static_cast<In*>(out->untyped_data()), c[0], c[1]});
   }
@@ -262,15 +283,15 @@ ffi::Error product_of(ffi::ThreadPool& pool, ffi::AnyBuffer& x, ffi::AnyBuffer& 
 ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
                    ffi::Result<ffi::AnyBuffer> out) {
   const auto a = x.dimensions(), b = weight.dimensions(), c = out->dimensions();
-  if (a.size() != 2 || b.size() != 2 || c.size() != 2 || a[1] != b[1] || a[0] != c[0] || b[0] != c[1])
+  if (a.size() != 2 || b.size() != 2 || c.size() != 2 || a[1] != b[1] || a[0] != c[0] ||
+      b[0] != c[1])
     return ffi::Error::InvalidArgument("product: x [rows, in], weight [out, in], out [rows, out]");
   const auto dtype = x.element_type();
   if (weight.element_type() != dtype ||
       (out->element_type() != dtype && out->element_type() != ffi::DataType::F32))
     return ffi::Error::InvalidArgument("product: dtypes do not agree");
   if (dtype == ffi::DataType::F32) return product_of<float>(pool, x, weight, out);
-  if (dtype == ffi::DataType::BF16)
-    return product_of<BFloat16>(pool, x, weight, out);
+  if (dtype == ffi::DataType::BF16) return product_of<BFloat16>(pool, x, weight, out);
   return ffi::Error::InvalidArgument("product: neither float32 nor bfloat16");
 }
 

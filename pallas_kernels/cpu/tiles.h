@@ -1,5 +1,5 @@
-// Products of rows with a tile that lies turned: a word of the row is broadcast, and multiplied with
-// a word of each column. Words are 32 bits: a float32, or a pair of bfloat16.
+// Products of rows with a tile that lies turned: a word of the row is broadcast, and multiplied
+// with a word of each column. Words are 32 bits: a float32, or a pair of bfloat16.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,8 @@ void multiply_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64
     ahead.fetch();
     for (int i = 0; i < kRows; ++i) {
       const auto word = reinterpret_cast<Vector>(Words{} + a[i * a_stride + k]);
-      for (int j = 0; j < kVectors; ++j) sums[i][j] = Packed<T>::add_product(sums[i][j], word, vectors[j]);
+      for (int j = 0; j < kVectors; ++j)
+        sums[i][j] = Packed<T>::add_product(sums[i][j], word, vectors[j]);
     }
   }
   for (int i = 0; i < kRows; ++i)
@@ -60,27 +61,31 @@ void multiply_rows(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64
                    int64_t steps, float* c, int64_t c_stride, bool adds, Stream& ahead) {
   int64_t lane = 0;
   for (; lane + kVectorsAtOnce * kLanes <= b_stride; lane += kVectorsAtOnce * kLanes)
-    multiply_tile<T, kRows, kVectorsAtOnce>(a, a_stride, b + lane, b_stride, steps, c + lane, c_stride, adds, ahead);
+    multiply_tile<T, kRows, kVectorsAtOnce>(a, a_stride, b + lane, b_stride, steps, c + lane,
+                                            c_stride, adds, ahead);
   for (; lane + 2 * kLanes <= b_stride; lane += 2 * kLanes)
-    multiply_tile<T, kRows, 2>(a, a_stride, b + lane, b_stride, steps, c + lane, c_stride, adds, ahead);
+    multiply_tile<T, kRows, 2>(a, a_stride, b + lane, b_stride, steps, c + lane, c_stride, adds,
+                               ahead);
   for (; lane < b_stride; lane += kLanes)
-    multiply_tile<T, kRows, 1>(a, a_stride, b + lane, b_stride, steps, c + lane, c_stride, adds, ahead);
+    multiply_tile<T, kRows, 1>(a, a_stride, b + lane, b_stride, steps, c + lane, c_stride, adds,
+                               ahead);
 }
 
 // The same for any number of rows; b_stride is whole vectors. Each row is computed for itself.
 template <typename T>
-void multiply(const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b, int64_t b_stride,
-              int64_t steps, float* c, int64_t c_stride, bool adds, Stream& ahead) {
+void multiply(const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b,
+              int64_t b_stride, int64_t steps, float* c, int64_t c_stride, bool adds,
+              Stream& ahead) {
   int64_t row = 0;
   for (; row + kRowsAtOnce <= rows; row += kRowsAtOnce)
-    multiply_rows<T, kRowsAtOnce>(a + row * a_stride, a_stride, b, b_stride, steps, c + row * c_stride,
-                                  c_stride, adds, ahead);
+    multiply_rows<T, kRowsAtOnce>(a + row * a_stride, a_stride, b, b_stride, steps,
+                                  c + row * c_stride, c_stride, adds, ahead);
   for (; row + 3 <= rows; row += 3)
-    multiply_rows<T, 3>(a + row * a_stride, a_stride, b, b_stride, steps, c + row * c_stride, c_stride,
-                        adds, ahead);
+    multiply_rows<T, 3>(a + row * a_stride, a_stride, b, b_stride, steps, c + row * c_stride,
+                        c_stride, adds, ahead);
   for (; row < rows; ++row)
-    multiply_rows<T, 1>(a + row * a_stride, a_stride, b, b_stride, steps, c + row * c_stride, c_stride,
-                        adds, ahead);
+    multiply_rows<T, 1>(a + row * a_stride, a_stride, b, b_stride, steps, c + row * c_stride,
+                        c_stride, adds, ahead);
 }
 
 #if defined(__AVX512F__)
@@ -111,11 +116,11 @@ inline void turn_square(const uint32_t* const* rows, int64_t word, uint32_t* to,
 }
 #endif
 
-// `words` words of `count` rows, turned: word w of row i goes to to[w * stride + i]. `count` is whole
-// vectors. `between` is called now and then.
+// `words` words of `count` rows, turned: word w of row i goes to to[w * stride + i]. `count` is
+// whole vectors. `between` is called now and then.
 template <typename Between>
 void turn(const uint32_t* const* rows, int64_t count, int64_t words, uint32_t* to, int64_t stride,
-          const Between& between) {
+          [[maybe_unused]] const Between& between) {
   int64_t word = 0;
 #if defined(__AVX512F__)
   for (; word + kLanes <= words; word += kLanes)

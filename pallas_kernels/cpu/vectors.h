@@ -95,13 +95,15 @@ struct Packed<BFloat16> {
   static constexpr int kCount = 2 * kLanes;
 #if defined(__AVX512BF16__)
   static Floats add_product(Floats sum, Vector a, Vector b) {
-    return reinterpret_cast<Floats>(_mm512_dpbf16_ps(
-        reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
+    return reinterpret_cast<Floats>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum),
+                                                     reinterpret_cast<__m512bh>(a),
+                                                     reinterpret_cast<__m512bh>(b)));
   }
 #else
   static Floats add_product(Floats sum, Vector a, Vector b) {
     sum += reinterpret_cast<Floats>(a << 16) * reinterpret_cast<Floats>(b << 16);
-    return sum + reinterpret_cast<Floats>(a & 0xffff0000u) * reinterpret_cast<Floats>(b & 0xffff0000u);
+    return sum +
+           reinterpret_cast<Floats>(a & 0xffff0000u) * reinterpret_cast<Floats>(b & 0xffff0000u);
   }
 #endif
 };
@@ -152,7 +154,8 @@ float fold_lanes(Floats lanes, Fold fold) {
   float values[kLanes];
   std::memcpy(values, &lanes, sizeof values);
   for (int width = kLanes / 2; width; width /= 2)
-    for (int lane = 0; lane < width; ++lane) values[lane] = fold(values[lane], values[lane + width]);
+    for (int lane = 0; lane < width; ++lane)
+      values[lane] = fold(values[lane], values[lane + width]);
   return values[0];
 }
 
