@@ -1,6 +1,7 @@
 """What every test runs under: JAX's strictest settings, deterministic hypothesis, device skips.
 
-Owns the process-wide test configuration and nothing else; shared fakes live in `tests/helpers.py`.
+Owns the process-wide test configuration, with the C++ kernels that a process loads once or never;
+shared fakes live in `tests/helpers.py`.
 """
 
 import os
@@ -24,6 +25,11 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+
+from pagedjax import cpu_kernels as kernels_of_a_cpu
+from pagedjax import startup
+from pallas_kernels import cpu
+from pallas_kernels.cpu import library
 
 # int + float, or i32 + i64, must be written out: the compiled step never changes dtype in silence.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -63,6 +69,20 @@ def ctrl_c() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session")
+def cpu_kernels() -> None:
+    """The C++ kernels of a CPU are loaded, as an engine loads them, or the test is skipped."""
+    answer = kernels_of_a_cpu.prepare(startup._store())
+    if not cpu.is_loaded():
+        pytest.skip(f"the kernels of a CPU are not to be had: {answer}")
+
+
+@pytest.fixture
+def no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has not loaded them: what is traced meanwhile is XLA's."""
+    monkeypatch.setattr(library, "_loaded", {})
 
 
 @pytest.fixture

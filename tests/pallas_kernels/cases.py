@@ -109,6 +109,18 @@ def make_batch(
     )
 
 
+def with_per_head(
+    shape: Shape, options: dict[str, Any], rng: np.random.Generator
+) -> dict[str, Any]:
+    """Random values for the options that are arrays."""
+    values = dict(options)
+    if "sinks" in values:
+        values["sinks"] = rng.standard_normal(shape.num_q_heads).astype(np.float32)
+    if "alibi_slopes" in values:  # as models have them: 2^-1 .. 2^-8
+        values["alibi_slopes"] = (2.0 ** -rng.uniform(1, 8, shape.num_q_heads)).astype(np.float32)
+    return values
+
+
 def error(got: Any, expected: np.ndarray) -> float:
     """Largest difference relative to max(1, |expected|); infinities must agree exactly."""
     got = np.asarray(got, np.float64)

@@ -1,5 +1,7 @@
 """`batch_invariant=True` on the XLA path: a row has the same bits in whatever batch it is.
 
+A CPU's own kernels are always so.
+
 Not only among other sequences: also in chunks of any size, decoded, in buckets of other sizes, on
 other pages and in pages of another size.
 """
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import reference
+from pallas_kernels import paged_attention, reference
 from pallas_kernels.paged_attention_xla import paged_attention_xla
 from tests.pallas_kernels.cases import GARBAGE, error
 
@@ -51,8 +53,16 @@ class World:
         return cls(q, kv, scales)
 
 
-@functools.partial(jax.jit, static_argnames=("sliding_window", "soft_cap", "max_q_len"))
-def attend(*arrays: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
+STATIC = ("sliding_window", "soft_cap", "max_q_len", "is_native")
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
+def attend(
+    *arrays: jax.Array, is_native: bool = False, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    if is_native:
+        options |= {"return_lse": True, "implementation": "native_cpu"}
+        return paged_attention(*arrays, **options)  # pyright: ignore[reportCallIssue]
     every = {"scale": None, "sliding_window": None, "soft_cap": None, "sinks": None}
     every |= {"alibi_slopes": None, "max_q_len": None} | options
     return paged_attention_xla(*arrays, **every, batch_invariant=True)  # pyright: ignore[reportCallIssue]
@@ -115,26 +125,28 @@ def random_chunks(
     return chunks
 
 
-def whole(world: World, rng: np.random.Generator, **values: Any) -> list[Any]:
+def whole(
+    world: World, rng: np.random.Generator, *, is_native: bool = False, **values: Any
+) -> list[Any]:
     """(out, lse) of all rows of each sequence, each computed alone as one prompt."""
     found = []
     for s, length in enumerate(LENGTHS):
         arrays, scales = arguments(world, [(s, 0, length)], rng, bucket=(150, 1, 10))
         scaled = {"kv_scales": scales} if world.kv[0].dtype == jnp.int8 else {}
-        out, lse = (np.asarray(a) for a in attend(*arrays, **scaled, **values))
+        out, lse = (np.asarray(a) for a in attend(*arrays, is_native=is_native, **scaled, **values))
         expected, expected_lse = reference.paged_attention(
             *arrays, return_lse=True, **scaled, **values
         )
-        assert error(out, expected) < (1e-5 if out.dtype == np.float32 else 4e-3)
+        narrow = 8e-3 if is_native else 4e-3  # its weights are bfloat16, too
+        assert error(out, expected) < (1e-5 if out.dtype == np.float32 else narrow)
         assert error(lse, expected_lse) < 1e-5
         found.append((out[:length], lse[:length]))
     return found
 
 
-@pytest.mark.parametrize(("options", "dtype"), VARIANTS, ids=lambda value: str(value)[:40])
-def test_a_row_has_the_same_bits_in_every_batch(options: dict[str, Any], dtype: Any) -> None:
+def check_bits(options: dict[str, Any], dtype: Any, *, is_native: bool) -> None:
     rng = np.random.default_rng(7)
-    world, values = World.random(rng, dtype), with_values(options, rng)
+    world, values = World.random(rng, dtype), with_values(options, rng) | {"is_native": is_native}
     expected = whole(world, rng, **values)
     decoded = 0
     for bucket in BUCKETS:
@@ -151,9 +163,23 @@ def test_a_row_has_the_same_bits_in_every_batch(options: dict[str, Any], dtype: 
     assert decoded > 100
 
 
-def test_a_row_has_the_same_bits_on_pages_of_every_size() -> None:
+@pytest.mark.parametrize(("options", "dtype"), VARIANTS, ids=lambda value: str(value)[:40])
+def test_a_row_has_the_same_bits_in_every_batch(options: dict[str, Any], dtype: Any) -> None:
+    check_bits(options, dtype, is_native=False)
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("options", [VARIANTS[0][0], VARIANTS[1][0]], ids=["plain", "everything"])
+def test_a_row_of_a_cpus_own_kernels_has_the_same_bits_in_every_batch(
+    options: dict[str, Any], dtype: Any
+) -> None:
+    check_bits(options, dtype, is_native=True)
+
+
+def check_pages(dtype: Any, *, is_native: bool) -> None:
     rng = np.random.default_rng(8)
-    world = World.random(rng, jnp.float32)
+    world = World.random(rng, dtype)
     chunks = [(0, 140, 150), (4, 130, 131), (1, 0, 64)]
     found = []
     for page_size in (4, 64, 256):
@@ -161,10 +187,20 @@ def test_a_row_has_the_same_bits_on_pages_of_every_size() -> None:
         arrays, _ = arguments(
             world, chunks, rng, bucket=(80, 4, columns), page_size=page_size, num_pages=4 * columns
         )
-        found.append([np.asarray(a) for a in attend(*arrays)])
+        found.append([np.asarray(a) for a in attend(*arrays, is_native=is_native)])
     for out, lse in found[1:]:
         np.testing.assert_array_equal(out, found[0][0])
         np.testing.assert_array_equal(lse, found[0][1])
+
+
+def test_a_row_has_the_same_bits_on_pages_of_every_size() -> None:
+    check_pages(jnp.float32, is_native=False)
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_of_a_cpus_own_kernels_has_the_same_bits_on_pages_of_every_size(dtype: Any) -> None:
+    check_pages(dtype, is_native=True)
 
 
 def test_padding_rows_and_idle_batches_are_empty() -> None:

@@ -54,6 +54,7 @@ FAMILIES: dict[str, tuple[str, int, Chip | None]] = {
     "mma": ("mosaic_gpu", 6, Chip("interpreted", "sm_100", 3)),
     "tpu": ("mosaic_tpu", 6, Chip("interpreted", "tpu", 1)),
     "xla": ("xla", 12, None),
+    "native": ("native_cpu", 8, None),
 }
 
 
@@ -81,6 +82,11 @@ class Case:
             return 3e-3
         return 3e-4 if self.quantized else 1e-5
 
+    def tolerance_of(self, family: str) -> float:
+        """A CPU's own kernels round weights and results to bfloat16, and again after sinks."""
+        is_rounded = family == "native" and self.dtype == "bfloat16"
+        return 1.5 * float(jnp.finfo(jnp.bfloat16).eps) if is_rounded else self.tolerance
+
 
 def axes_of(family: str) -> dict[str, list[Any]]:
     axes = dict(AXES)
@@ -88,6 +94,9 @@ def axes_of(family: str) -> dict[str, list[Any]]:
         axes["dtype"] = ["bfloat16", "float32", "float8_e4m3fn", "int8"]
     if family == "xla":
         axes["dtype"] = ["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"]
+        axes |= {"split": [False], "split_p": [True]}
+    if family == "native":
+        axes["dtype"] = ["float32", "bfloat16"]
         axes |= {"split": [False], "split_p": [True]}
     return axes
 
@@ -126,6 +135,8 @@ def is_served(family: str, case: Case) -> bool:
 def available(family: str) -> bool:
     """Whether this run can run the family: interpreted anywhere, compiled on its own device."""
     platform = traced_platform()
+    if family == "native":
+        return platform == "cpu"
     if not COMPILED or family == "xla":
         return True
     if family == "tpu":
@@ -216,7 +227,7 @@ def check(family: str, case: Case) -> None:
             **options,
             **extra,
         )
-        assert error(out, expected) <= case.tolerance
+        assert error(out, expected) <= case.tolerance_of(family)
         assert error(lse, expected_lse) <= 1e-4
     if family == "tpu" and not COMPILED:
         races.assert_no_tpu_race()
@@ -231,6 +242,12 @@ def race_check(family: str) -> Any:
 def interpreted_mma() -> None:
     if not COMPILED:
         races.interpret_mma()
+
+
+@pytest.fixture(autouse=True)
+def native_kernels(request: pytest.FixtureRequest) -> None:
+    if request.node.callspec.params["family"] == "native":
+        request.getfixturevalue("cpu_kernels")
 
 
 @pytest.mark.parametrize(

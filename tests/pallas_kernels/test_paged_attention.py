@@ -1,4 +1,7 @@
-"""`paged_attention` equals float64 dense attention, whatever unused memory holds."""
+"""`paged_attention` equals float64 dense attention, whatever unused memory holds.
+
+XLA's, and that of a CPU's own kernels; what only those promise is in test_cpu_attention.py.
+"""
 
 import functools
 from typing import Any
@@ -11,7 +14,7 @@ import pytest
 import pallas_kernels
 from pallas_kernels import reference
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
-from tests.pallas_kernels.cases import Batch, Shape, error, make_batch, random_batch
+from tests.pallas_kernels.cases import Batch, Shape, error, make_batch, random_batch, with_per_head
 
 CASES_PER_FAMILY = 56
 
@@ -32,31 +35,27 @@ FAMILIES: list[tuple[Shape, dict[str, Any]]] = [
 ]
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap", "max_q_len"))
-def attend(*arrays: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
-    return pallas_kernels.paged_attention(*arrays, return_lse=True, **options)  # pyright: ignore[reportCallIssue]
+STATIC = ("scale", "sliding_window", "soft_cap", "max_q_len", "implementation")
 
 
-def with_per_head(
-    shape: Shape, options: dict[str, Any], rng: np.random.Generator
-) -> dict[str, Any]:
-    """Random values for the options that are arrays."""
-    values = dict(options)
-    if "sinks" in values:
-        values["sinks"] = rng.standard_normal(shape.num_q_heads).astype(np.float32)
-    if "alibi_slopes" in values:  # as models have them: 2^-1 .. 2^-8
-        values["alibi_slopes"] = (2.0 ** -rng.uniform(1, 8, shape.num_q_heads)).astype(np.float32)
-    return values
+@functools.partial(jax.jit, static_argnames=STATIC)
+def attend(
+    *arrays: jax.Array, implementation: str = "xla", **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    options |= {"return_lse": True, "implementation": implementation}
+    return pallas_kernels.paged_attention(*arrays, **options)  # pyright: ignore[reportCallIssue]
 
 
-def errors(shape: Shape, options: dict[str, Any], dtype: Any, count: int) -> np.ndarray:
+def errors(
+    shape: Shape, options: dict[str, Any], dtype: Any, count: int, implementation: str = "xla"
+) -> np.ndarray:
     """[count, 2]: errors of out and of lse."""
     rng = np.random.default_rng(shape.page_size * 1000 + shape.max_len)
     found = []
     for _ in range(count):
         batch = random_batch(shape, rng, dtype)
         values = with_per_head(shape, options, rng)
-        out, lse = attend(*batch.arrays, **values)
+        out, lse = attend(*batch.arrays, implementation=implementation, **values)
         expected, expected_lse = reference.paged_attention(*batch.arrays, return_lse=True, **values)
         assert out.dtype == dtype
         found.append((error(out, expected), error(lse, expected_lse)))
@@ -68,6 +67,14 @@ def test_float32_equals_float64_dense_attention(shape: Shape, options: dict[str,
     assert errors(shape, options, np.float32, CASES_PER_FAMILY).max() < 1e-5
 
 
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize(("shape", "options"), FAMILIES, ids=lambda value: str(value)[:60])
+def test_a_cpus_own_kernels_equal_float64_dense_attention(
+    shape: Shape, options: dict[str, Any]
+) -> None:
+    assert errors(shape, options, np.float32, 16, "native_cpu").max() < 1e-5
+
+
 def test_families_hold_at_least_500_cases() -> None:
     assert len(FAMILIES) * CASES_PER_FAMILY >= 500
 
@@ -76,6 +83,14 @@ def test_families_hold_at_least_500_cases() -> None:
 def test_half_precision_loses_only_its_last_rounding(dtype: Any, family: int) -> None:
     out_error, lse_error = errors(*FAMILIES[family], dtype, 12).max(axis=0)
     assert out_error < float(jnp.finfo(dtype).eps) / 2 + 1e-5  # bfloat16: 3.9e-3
+    assert lse_error < 1e-5
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("family", [0, 8])
+def test_in_bfloat16_a_cpus_own_kernels_round_the_weights_too(family: int) -> None:
+    out_error, lse_error = errors(*FAMILIES[family], jnp.bfloat16, 12, "native_cpu").max(axis=0)
+    assert out_error < float(jnp.finfo(jnp.bfloat16).eps)  # 7.8e-3: two roundings
     assert lse_error < 1e-5
 
 
@@ -91,12 +106,16 @@ class TestRows:
     """What single rows must be; all of one shape."""
 
     shape = Shape(4, 1, 2, 16, 4, 24, 40)
+    implementation = "xla"
+
+    def attend(self, *arrays: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+        return attend(*arrays, implementation=self.implementation, **options)
 
     def batch(self, kv_lens: list[int], q_lens: list[int]) -> Batch:
         return make_batch(self.shape, np.random.default_rng(1), kv_lens, q_lens)
 
     def test_padding_rows_are_zero_with_lse_minus_infinity(self) -> None:
-        out, lse = attend(*self.batch([9, 5], [1, 3]).arrays)
+        out, lse = self.attend(*self.batch([9, 5], [1, 3]).arrays)
         assert np.all(np.asarray(out)[4:] == 0)
         assert np.all(np.isneginf(np.asarray(lse)[4:]))
         assert np.all(np.isfinite(np.asarray(lse)[:4]))
@@ -104,24 +123,24 @@ class TestRows:
     def test_a_promise_of_decode_only_changes_nothing_but_the_code(self) -> None:
         batch = self.batch([9, 20, 0, 33], [1, 0, 0, 1])
         options: dict[str, Any] = {"max_q_len": 1}
-        out, lse = attend(*batch.arrays)
-        promised, promised_lse = attend(*batch.arrays, **options)
+        out, lse = self.attend(*batch.arrays)
+        promised, promised_lse = self.attend(*batch.arrays, **options)
         np.testing.assert_array_equal(np.asarray(promised), np.asarray(out))
         np.testing.assert_array_equal(np.asarray(promised_lse), np.asarray(lse))
 
     def test_no_live_sequence_gives_zeros(self) -> None:
-        out, lse = attend(*self.batch([], []).arrays)
+        out, lse = self.attend(*self.batch([], []).arrays)
         assert np.all(np.asarray(out) == 0)
         assert np.all(np.isneginf(np.asarray(lse)))
 
     def test_a_row_alone_equals_the_row_in_a_mixed_batch(self) -> None:
         mixed = self.batch([9, 20, 33, 7], [1, 12, 1, 7])
-        out, _ = attend(*mixed.arrays)
+        out, _ = self.attend(*mixed.arrays)
         for s in range(4):
             first, last = int(mixed.cu_q_lens[s]), int(mixed.cu_q_lens[s + 1])
             q = np.zeros_like(mixed.q)
             q[: last - first] = mixed.q[first:last]
-            alone, _ = attend(
+            alone, _ = self.attend(
                 q,
                 mixed.kv_pages,
                 np.roll(mixed.page_table, -s, axis=0),
@@ -133,23 +152,23 @@ class TestRows:
 
     def test_chunks_of_a_prompt_equal_the_whole_prompt(self) -> None:
         whole = self.batch([22], [22])
-        out, _ = attend(*whole.arrays)
+        out, _ = self.attend(*whole.arrays)
         for start, end in ((0, 9), (9, 10), (10, 22)):
             q = np.zeros_like(whole.q)
             q[: end - start] = whole.q[start:end]
             cu_q_lens = np.array([0, *[end - start] * 4], np.int32)
             kv_lens = np.array([end, 0, 0, 0], np.int32)
-            chunk, _ = attend(
+            chunk, _ = self.attend(
                 q, whole.kv_pages, whole.page_table, kv_lens, cu_q_lens, whole.num_seqs
             )
             assert error(chunk[: end - start], np.asarray(out[start:end], np.float64)) < 1e-6
 
     def test_nan_in_one_sequence_reaches_no_other(self) -> None:
         batch = self.batch([9, 20, 33], [1, 12, 1])
-        healthy, _ = attend(*batch.arrays)
+        healthy, _ = self.attend(*batch.arrays)
         pool = batch.kv_pages.copy()
         pool[batch.page_table[1, 0], :, :, 0] = np.nan
-        sick, _ = attend(batch.q, pool, *batch.arrays[2:])
+        sick, _ = self.attend(batch.q, pool, *batch.arrays[2:])
         assert np.all(np.isnan(np.asarray(sick)[1:13]))
         keep = np.r_[0, 13:24]
         np.testing.assert_array_equal(np.asarray(sick)[keep], np.asarray(healthy)[keep])
@@ -157,22 +176,26 @@ class TestRows:
     def test_pages_before_a_window_are_never_read_into_a_result(self) -> None:
         batch = self.batch([33, 30], [1, 2])
         options: dict[str, Any] = {"sliding_window": 6}
-        before, _ = attend(*batch.arrays, **options)
+        before, _ = self.attend(*batch.arrays, **options)
         pool = batch.kv_pages.copy()
         pool[batch.page_table[0, :6]] = np.nan  # positions 0..23; the window starts at 27
         pool[batch.page_table[1, :5]] = np.nan  # positions 0..19; the windows start at 23
-        after, _ = attend(batch.q, pool, *batch.arrays[2:], **options)
+        after, _ = self.attend(batch.q, pool, *batch.arrays[2:], **options)
         np.testing.assert_array_equal(np.asarray(after), np.asarray(before))
 
-    def test_reference_implementation_is_reachable_by_name(self) -> None:
-        batch = self.batch([9, 5], [1, 3])
-        arrays = [jnp.asarray(a) for a in batch.arrays]
-        out, lse = pallas_kernels.paged_attention(
-            *arrays, implementation="reference", return_lse=True
-        )
-        expected, expected_lse = reference.paged_attention(*batch.arrays, return_lse=True)
-        assert error(out, expected) < 1e-6
-        assert error(lse, expected_lse) < 1e-6
+
+@pytest.mark.usefixtures("cpu_kernels")
+class TestRowsOfACpusOwnKernels(TestRows):
+    implementation = "native_cpu"
+
+
+def test_reference_implementation_is_reachable_by_name() -> None:
+    batch = TestRows().batch([9, 5], [1, 3])
+    arrays = [jnp.asarray(a) for a in batch.arrays]
+    out, lse = pallas_kernels.paged_attention(*arrays, implementation="reference", return_lse=True)
+    expected, expected_lse = reference.paged_attention(*batch.arrays, return_lse=True)
+    assert error(out, expected) < 1e-6
+    assert error(lse, expected_lse) < 1e-6
 
 
 def abstract(**changes: Any) -> dict[str, Any]:
@@ -262,7 +285,11 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"scale": np.float32(1)}, TypeError, "`scale` must be a Python number, or None. Got float32"),
     ({"out_dtype": jnp.int32}, TypeError, "`out_dtype` must be float32, bfloat16 or .* Got int32"),
     ({"plan": object()}, TypeError, "`plan` must be what `plan_attention` returns. Got object"),
-    ({"interpret": True}, ValueError, "`interpret` must be used with a Mosaic impl.* Got 'xla'"),
+    (
+        {"interpret": True, "implementation": "xla"},
+        ValueError,
+        "`interpret` must be used with a Mosaic impl.* Got 'xla'",
+    ),
 ]
 
 
@@ -276,7 +303,8 @@ def test_what_cannot_be_done_is_refused_by_name(
 
 
 def test_every_implementation_is_known_by_name() -> None:
-    assert set(IMPLEMENTATIONS) == {"mosaic_gpu", "mosaic_tpu", "xla", "reference"}
+    names = {"mosaic_gpu", "mosaic_tpu", "native_cpu", "xla", "reference"}
+    assert set(IMPLEMENTATIONS) == names
 
 
 def temp_bytes(shape: Shape, num_pages: int, pages_per_seq: int, dtype: Any) -> int:
@@ -289,7 +317,8 @@ def temp_bytes(shape: Shape, num_pages: int, pages_per_seq: int, dtype: Any) -> 
         kv_lens=array(seqs, dtype=jnp.int32),
         cu_q_lens=array(seqs + 1, dtype=jnp.int32),
     )
-    compiled = jax.jit(pallas_kernels.paged_attention).lower(**arguments).compile()
+    attention = functools.partial(pallas_kernels.paged_attention, implementation="xla")
+    compiled = jax.jit(attention).lower(**arguments).compile()
     analysis = compiled.memory_analysis()
     assert analysis is not None
     return analysis.temp_size_in_bytes
