@@ -2,7 +2,8 @@
 
 PAGEDJAX_CACHE_DIR   where compiled programs are kept between runs; empty: nowhere.
                      Default: $XDG_CACHE_HOME/pagedjax or ~/.cache/pagedjax.
-PAGEDJAX_CPU_KERNELS 0: products on a CPU are XLA's, also where a C++ compiler could build faster ones.
+PAGEDJAX_CPU_KERNELS 0: products and attention on a CPU are XLA's, also where there is a C++
+                     compiler that could build faster ones.
 NO_COLOR             not empty: what is drawn in a terminal has no colours (https://no-color.org).
 """
 

@@ -1,10 +1,10 @@
 """The key of a compiled program: a digest of all that decides what the compiler makes of it.
 
 Two programs with one key are the same machine code for the same processor. So a key covers this
-package's own sources, the CPU kernels that are loaded, the versions of what traces and compiles, the device, the processor's
-features (machine code for one does not run on another), the flags and options that JAX and XLA
-read, the shapes, and what the program's function holds. It does not cover code that is replaced
-at run time: who patches pagedjax sets `PAGEDJAX_CACHE_DIR` to nothing.
+package's own sources, the CPU kernels that are loaded, the versions of what traces and compiles,
+the device, the processor's features (machine code for one does not run on another), the flags and
+options that JAX and XLA read, the shapes, and what the program's function holds. It does not cover
+code that is replaced at run time: who patches pagedjax sets `PAGEDJAX_CACHE_DIR` to nothing.
 """
 
 from __future__ import annotations

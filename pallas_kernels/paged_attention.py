@@ -97,7 +97,8 @@ def paged_attention(
       batch_invariant: the same bits for a row whatever else is in the batch; for one width of
         the page table, which decides where long rows are cut.
       implementation: "mosaic_gpu", "mosaic_tpu", "native_cpu" (see `pallas_kernels.cpu`), "xla"
-        or "reference"; None is the best for the device. A named one that cannot do the job raises; it never falls back in silence.
+        or "reference"; None is the best for the device. A named one that cannot do the job raises;
+        it never falls back in silence.
         "reference" reads values, so it does not run under jit: NotImplementedError there.
       interpret: run a Mosaic implementation on the CPU, with race detection; or the parameters
         of Pallas' interpreter.

@@ -241,6 +241,7 @@ REPORT = StartupReport(
     quantization="none",
     kv_cache_dtype="float32",
     attention="xla (asked for)",
+    products="XLA",
     weights_bytes=3 * 2**29,
     load_seconds=1.25,
     memory_free_bytes=8 * 2**30,

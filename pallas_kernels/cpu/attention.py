@@ -18,8 +18,10 @@ def attention_limit(q: Any, kv_pages: Any) -> str | None:
     if not is_loaded():
         return "the CPU's kernels are not loaded (`pagedjax` builds them when an engine starts)"
     if kv_pages.dtype not in (jnp.float32, jnp.bfloat16) or q.dtype != kv_pages.dtype:
-        return f"`q` and `kv_pages` must both be float32 or bfloat16 there, not {q.dtype} and " \
+        return (
+            f"`q` and `kv_pages` must both be float32 or bfloat16 there, not {q.dtype} and "
             f"{kv_pages.dtype}"
+        )
     if q.shape[2] != kv_pages.shape[4]:
         return f"the pool's heads have {kv_pages.shape[4]} columns, those of `q` {q.shape[2]}"
     if q.dtype == jnp.bfloat16 and q.shape[2] % 2:
@@ -48,10 +50,12 @@ def attention(
       out [num_tokens, num_q_heads, head_dim] in q's dtype, lse f32[num_tokens, num_q_heads].
     """
     slopes = jnp.zeros(0, jnp.float32) if alibi_slopes is None else alibi_slopes
-    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    lse = jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
-    call = jax.ffi.ffi_call("pagedjax_attention", (out, lse), vmap_method="sequential")
-    return call(
+    results = (
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
+    )
+    call = jax.ffi.ffi_call("pagedjax_attention", results, vmap_method="sequential")
+    out, lse = call(
         q,
         kv_pages,
         page_table,
@@ -63,3 +67,4 @@ def attention(
         soft_cap=np.float32(soft_cap or 0.0),
         window=sliding_window or _NO_WINDOW,
     )
+    return out, lse

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import jax
 
-TARGETS = ("pagedjax_attention", "pagedjax_gated_product", "pagedjax_product")  # functions of the library, and what JAX calls them
+# Functions of the library, and what JAX calls them.
+TARGETS = ("pagedjax_attention", "pagedjax_gated_product", "pagedjax_product")
 
 _FOLDER = Path(__file__).resolve().parent
 _COMPILERS = ("c++", "g++", "clang++")
@@ -157,7 +158,7 @@ def _run(command: list[str]) -> str:
 
 @contextmanager
 def _as_file(data: bytes) -> Iterator[str]:
-    """A path to load from, in memory where the system can: a folder may forbid to run what it has."""
+    """A path to load from, in memory where possible: a folder may forbid to run what it has."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("pagedjax-kernels")
         with open(descriptor, "wb") as file:

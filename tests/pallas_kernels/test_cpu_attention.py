@@ -96,7 +96,7 @@ import numpy as np
 from pagedjax import cpu_kernels, startup
 from pallas_kernels import paged_attention, reference
 from tests.pallas_kernels.cases import Shape, error, make_batch
-cpu_kernels.prepare(startup._store())
+cpu_kernels.prepare(startup.open_store())
 batch = make_batch(Shape(16, 1, 71, 64, 2, 24, 60), np.random.default_rng(0), [12, 30], [8, 9])
 out = paged_attention(*batch.arrays, implementation="native_cpu")
 sys.exit(error(out, reference.paged_attention(*batch.arrays)) > 1e-5)
