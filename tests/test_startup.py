@@ -271,7 +271,7 @@ def test_the_report_says_what_was_decided() -> None:
         "Memory: 8.00 GiB free, 1.00 GiB for the KV cache: 1001 pages of 16 tokens "
         "in float32, 1,048,576 bytes a page",
         "KV cache size: 16,000 tokens. Maximum concurrency for 4,000 tokens per request: 4.00x",
-        "Attention: xla (asked for). Steps of at most 8 sequences and 512 tokens",
+        "Attention: xla (asked for). Steps of at most 8 sequences and 512 tokens. Products: XLA",
         "Programs for steps of [2, 4, 8, 16] tokens: 2 compiled, 1 kept from earlier starts, "
         "in 3.0 s",
         "Start-up took 5.5 s",
