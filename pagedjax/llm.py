@@ -9,6 +9,7 @@ import functools
 import itertools
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -107,6 +108,7 @@ class LLM:
                 model if loaded is None else loaded.model, self.tokenizer, config, facts, bar
             )
         self._ids = itertools.count()
+        self._turn = threading.Lock()  # held by who drives the engine
 
     def generate(
         self,
@@ -129,7 +131,8 @@ class LLM:
           timeout: seconds that each may take, in the queue and running; a prompt that takes longer
             gets what came so far and an error of code "timeout".
 
-        A prompt that cannot be served gets an output whose `error` says why; the others run.
+        A prompt that cannot be served gets an output whose `error` says why; the others run. Calls
+        from several threads take turns; prompts that shall run together belong in one call.
         """
         items = _as_list(prompts)
         return self._run(self._asks(items, params, priority, timeout), use_tqdm)
@@ -176,12 +179,14 @@ class LLM:
           how many tokens are pinned.
         """
         prompt, salt = prompt_fields(prompt)
-        return self.engine.pin_prefix(prompt, cache_salt=cache_salt if salt is None else salt)
+        with self._turn:
+            return self.engine.pin_prefix(prompt, cache_salt=cache_salt if salt is None else salt)
 
     def unpin_prefix(self, prompt: Any, *, cache_salt: str | None = None) -> int:
         """Takes back `pin_prefix` of the same prompt; returns how many tokens that were, or 0."""
         prompt, salt = prompt_fields(prompt)
-        return self.engine.unpin_prefix(prompt, cache_salt=cache_salt if salt is None else salt)
+        with self._turn:
+            return self.engine.unpin_prefix(prompt, cache_salt=cache_salt if salt is None else salt)
 
     def encode_chat(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, with the prompt for the answer.
@@ -230,7 +235,7 @@ class LLM:
     def _run(self, asks: list[_Ask], use_tqdm: bool | None) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
         show = self._terminal if use_tqdm is None else use_tqdm
-        with DeferredInterrupt() as interrupt:
+        with self._turn, DeferredInterrupt() as interrupt:
             try:
                 with tqdm(total=len(asks), disable=not show, unit="prompt") as bar:
                     self._drain(asks, outputs, bar, interrupt)

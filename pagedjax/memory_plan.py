@@ -16,13 +16,13 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from pagedjax import device
+from pagedjax import cpu_kernels, device
 from pagedjax.capacity import GIB
 from pagedjax.config import EngineConfig
 from pagedjax.device import DeviceMemory, Platform, Target
 from pagedjax.errors import CapacityError, ConfigError
 from pagedjax.models import contract
-from pagedjax.startup import ModelFacts, Sizes, decide
+from pagedjax.startup import ModelFacts, Sizes, decide, open_store
 from pagedjax.weights import resolve_model
 from pagedjax.weights.assemble import check
 from pagedjax.weights.headers import read_headers
@@ -205,6 +205,8 @@ def make_plan(
             f"{_gib(target.memory.free)} are free on {target.name}. Choose a smaller `dtype`, or a "
             "device with more memory."
         )
+    if target.is_here:
+        cpu_kernels.prepare(open_store())
     with _traced_for(target):
         sizes = decide(flat, options, facts, _with_weights(target, flat.num_bytes))
     longest = sizes.config.max_model_len

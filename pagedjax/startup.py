@@ -146,7 +146,7 @@ def start_engine(
     """
     started = time.monotonic()
     events = None if options.event_log is None else EventLog(options.event_log)
-    store = _store()
+    store = open_store()
     products = cpu_kernels.prepare(store)
     programs = ProgramSet(store)
     flat = contract.flatten(model, identity=facts.identity)
@@ -196,7 +196,7 @@ def start_engine(
     return engine, report
 
 
-def _store() -> ProgramStore | None:
+def open_store() -> ProgramStore | None:
     """Where compiled programs are kept, if anywhere."""
     folder = environment.read().cache_dir
     if folder is not None and program_key.has_outdated_code():

@@ -140,9 +140,34 @@ def test_buckets_grow_by_powers_up_to_the_ends(
     assert [b for b in config.buckets if config.is_decode_bucket(b)] == list(decode)
 
 
-@given(st.integers(1, 70), st.integers(0, 300), st.data())
-def test_every_step_has_a_bucket_with_room(seqs: int, more: int, data: st.DataObject) -> None:
-    config = scheduler_config(max_num_seqs=seqs, max_num_batched_tokens=seqs + more)
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_num_batched_tokens", "decode", "mixed"),
+    [
+        (1, 1, (1,), (2,)),
+        (3, 100, (1, 3), (64, 82, 100)),
+        (8, 512, (1, 4, 8), (64, 96, 128, 192, 256, 384, 512)),
+        (32, 128, (1, 4, 8, 12, 16, 24, 32), (64, 96, 128)),
+    ],
+)
+def test_fine_buckets_lie_halfway_between_too(
+    max_num_seqs: int, max_num_batched_tokens: int, decode: tuple[int], mixed: tuple[int]
+) -> None:
+    config = scheduler_config(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        fine_buckets=True,
+    )
+    assert config.decode_buckets == decode
+    assert config.mixed_buckets == mixed
+
+
+@given(st.integers(1, 70), st.integers(0, 300), st.booleans(), st.data())
+def test_every_step_has_a_bucket_with_room(
+    seqs: int, more: int, fine: bool, data: st.DataObject
+) -> None:
+    config = scheduler_config(
+        max_num_seqs=seqs, max_num_batched_tokens=seqs + more, fine_buckets=fine
+    )
     assert list(config.buckets) == sorted(set(config.buckets))
     num_rows = data.draw(st.integers(0, seqs))
     for decode_only in (True, False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -362,6 +363,15 @@ def test_numpy_arrays_are_token_ids(llm: LLM, prompts: Any) -> None:
 def test_messages_that_are_no_list_are_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(RequestError, match="`messages` must be a list of messages"):
         llm.chat(messages)
+
+
+def test_calls_from_several_threads_take_turns(llm: LLM) -> None:
+    prompts = [[token, token + 1, token + 2] for token in range(1, 13)]
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda prompt: llm.generate([prompt, prompt], GREEDY), prompts))
+    for prompt, outputs in zip(prompts, answers, strict=True):
+        assert [tokens_of(output) for output in outputs] == [dense_greedy(prompt, 8)] * 2
+    llm.engine.check_integrity()
 
 
 @pytest.mark.usefixtures("ctrl_c")

@@ -133,20 +133,25 @@ class DecoderLayer(nnx.Module):
         self.down = linear(config.ffw_dim, config.embed_dim, config.mlp_bias)
 
     def before_attention(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, num_live: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [num_tokens, embed_dim] -> q, k (turned) and v, each [num_tokens, heads, head_dim]."""
+        """x [num_tokens, embed_dim] -> q, k (turned) and v, each [num_tokens, heads, head_dim].
+
+        `num_live`: i32[], tokens from there on are padding; None: none is.
+        """
         config = self.config
-        qkv = self.qkv(self.attention_norm(x))
+        qkv = self.qkv(self.attention_norm(x), num_live)
         heads = qkv.reshape(x.shape[0], -1, config.head_dim)
         qk, v = jnp.split(heads, [config.num_q_heads + config.num_kv_heads], axis=1)
         q, k = jnp.split(ropes.rotate(qk, cos, sin), [config.num_q_heads], axis=1)
         return q, k, v
 
-    def after_attention(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+    def after_attention(
+        self, x: jax.Array, attended: jax.Array, num_live: jax.Array | None = None
+    ) -> jax.Array:
         """The residual stream after attention's output and the feed-forward layer."""
-        x = x + self.out(attended.reshape(x.shape[0], -1))
-        return x + self.down(gated(self.gate_up, self.mlp_norm(x)))
+        x = x + self.out(attended.reshape(x.shape[0], -1), num_live)
+        return x + self.down(gated(self.gate_up, self.mlp_norm(x), num_live), num_live)
 
 
 class Decoder(nnx.Module):
@@ -217,10 +222,11 @@ class Decoder(nnx.Module):
         cos, sin = jax.lax.optimization_barrier(
             ropes.rotation(self.config.rope, self.head_dim, positions)
         )
+        num_live = batch.cu_q_lens[batch.num_seqs]
         x = self.embedding(tokens)
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
-                q, k, v = layer.before_attention(x, cos, sin)
+                q, k, v = layer.before_attention(x, cos, sin, num_live)
                 attended, kv_cache = attend(
                     q,
                     k,
@@ -230,7 +236,7 @@ class Decoder(nnx.Module):
                     layer=index,
                     sliding_window=self.config.sliding_window,
                 )
-                x = layer.after_attention(x, attended)
+                x = layer.after_attention(x, attended, num_live)
         return self.norm(x), kv_cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -32,14 +32,21 @@ def initial(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: jnp.dtype) -> 
     return jnp.zeros(shape, dtype) if rngs is None else _INIT(rngs.params(), shape, dtype)
 
 
-def product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+def product(
+    x: jax.Array,
+    weight: jax.Array,
+    dtype: jnp.dtype | None = None,
+    *,
+    num_live: jax.Array | None = None,
+) -> jax.Array:
     """x [num_rows, in] times weight [out, in] in x's dtype or 8-bit: [num_rows, out].
 
-    `dtype`: of the result, x's or float32; None: float32.
+    `dtype`: of the result, x's or float32; None: float32. `num_live`: i32[], rows from there on
+    are padding and need not be multiplied; None: all are wanted.
     """
     dtype = dtype or jnp.dtype(jnp.float32)
     if traced_platform() == "cpu" and cpu.can_multiply(x, weight):
-        return cpu.product(x, weight, dtype)
+        return cpu.product(x, weight, dtype, num_live=num_live)
     return _xla_product(x, weight).astype(dtype)
 
 
@@ -127,11 +134,11 @@ class Linear(nnx.Module):
         """Neither bias nor scale."""
         return self.scale is None and self.bias is None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [num_rows, in] -> [num_rows, out] in x's dtype."""
+    def __call__(self, x: jax.Array, num_live: jax.Array | None = None) -> jax.Array:
+        """x [num_rows, in] -> [num_rows, out] in x's dtype; `num_live` as for `product`."""
         if self.is_plain:
-            return product(x, self.weight[...], x.dtype)
-        out = product(x, self.weight[...])
+            return product(x, self.weight[...], x.dtype, num_live=num_live)
+        out = product(x, self.weight[...], num_live=num_live)
         if self.scale is not None:
             out = out * self.scale[...][None, :]
         if self.bias is not None:
@@ -167,12 +174,15 @@ class RMSNorm(nnx.Module):
         return (unit * self.weight[...].astype(jnp.float32)[None, :]).astype(x.dtype)
 
 
-def gated(gate_up: Linear, x: jax.Array) -> jax.Array:
-    """`swiglu` of a layer's outputs, gate first: x [num_rows, in] -> [num_rows, ffw_dim]."""
+def gated(gate_up: Linear, x: jax.Array, num_live: jax.Array | None = None) -> jax.Array:
+    """`swiglu` of a layer's outputs, gate first: x [num_rows, in] -> [num_rows, ffw_dim].
+
+    `num_live` as for `product`.
+    """
     weight = gate_up.weight[...]
     if gate_up.is_plain and traced_platform() == "cpu" and cpu.can_gate(x, weight):
-        return cpu.gated_product(x, weight)
-    return swiglu(gate_up(x))
+        return cpu.gated_product(x, weight, num_live=num_live)
+    return swiglu(gate_up(x, num_live))
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:

@@ -9,6 +9,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <optional>
 #include <vector>
 
 #include "tiles.h"
@@ -203,12 +205,6 @@ void multiply_gated(Matrix<const In> x, Matrix<const In> weight, Matrix<In> out,
   gate(sums, out, 0, x.rows, first);
 }
 
-// Turned panels hold whole words of 32 bits.
-template <typename In>
-bool pays_to_turn(Matrix<const In> x) {
-  return x.rows >= kManyRows && x.columns * sizeof(In) % 4 == 0;
-}
-
 // body(panel) for each of so many panels, shared out.
 template <typename Body>
 void for_panels(ffi::ThreadPool& pool, int64_t panels, int64_t least, const Body& body) {
@@ -221,93 +217,106 @@ void for_panels(ffi::ThreadPool& pool, int64_t panels, int64_t least, const Body
   });
 }
 
+// What is multiplied.
+template <typename In>
+struct Sides {
+  Matrix<const In> x, weight;  // x: its live rows alone
+  bool turns;                  // panels of the weight
+
+  Sides(const ffi::AnyBuffer& left, const ffi::AnyBuffer& right, int64_t live)
+      : x{static_cast<const In*>(left.untyped_data()), live, left.dimensions()[1]},
+        weight{static_cast<const In*>(right.untyped_data()), right.dimensions()[0],
+               right.dimensions()[1]},
+        // By the rows that there is room for: how many of them are live must not change bits.
+        // Turned panels hold whole words of 32 bits.
+        turns(left.dimensions()[0] >= kManyRows && x.columns * sizeof(In) % 4 == 0) {}
+};
+
+// The result, its rows that are not live zeroed.
+template <typename Out>
+Matrix<Out> result_of(const ffi::Result<ffi::AnyBuffer>& buffer, int64_t live) {
+  const auto shape = buffer->dimensions();
+  const Matrix<Out> out{static_cast<Out*>(buffer->untyped_data()), shape[0], shape[1]};
+  std::memset(static_cast<void*>(out.row(live)), 0, (out.rows - live) * out.columns * sizeof(Out));
+  return out;
+}
+
 template <typename In, typename Out>
-void multiply_all(ffi::ThreadPool& pool, Matrix<const In> x, Matrix<const In> weight,
-                  Matrix<Out> out) {
-  if (x.rows == 0) return;
-  const bool turns = pays_to_turn(x);
-  const int64_t height = turns ? kTurned : kOuts;
-  const int64_t panels = (weight.rows + height - 1) / height;
-  for_panels(pool, panels, turns ? 1 : kMinPanels, [&](int64_t panel) {
-    if (turns)
-      multiply_turned(x, weight, out, panel * height);
-    else
-      multiply_panel(x, weight, out, panel * height);
-  });
-}
-
-template <typename In>
-ffi::Error gated_of(ffi::ThreadPool& pool, ffi::AnyBuffer& x, ffi::AnyBuffer& weight,
-                    ffi::Result<ffi::AnyBuffer>& out) {
-  const auto a = x.dimensions(), b = weight.dimensions(), c = out->dimensions();
-  const Matrix<const In> left{static_cast<const In*>(x.untyped_data()), a[0], a[1]};
-  const Matrix<const In> right{static_cast<const In*>(weight.untyped_data()), b[0], b[1]};
-  const Matrix<In> result{static_cast<In*>(out->untyped_data()), c[0], c[1]};
-  if (left.rows == 0) return ffi::Error::Success();
-  const bool turns = pays_to_turn(left);
-  for_panels(pool, result.columns / kLanes, 1,
-             [&](int64_t panel) { multiply_gated(left, right, result, panel * kLanes, turns); });
+ffi::Error multiply_all(ffi::ThreadPool& pool, const Sides<In>& sides, Matrix<Out> out) {
+  const int64_t height = sides.turns ? kTurned : kOuts;
+  const int64_t panels = (sides.weight.rows + height - 1) / height;
+  if (sides.x.rows > 0)
+    for_panels(pool, panels, sides.turns ? 1 : kMinPanels, [&](int64_t panel) {
+      if (sides.turns)
+        multiply_turned(sides.x, sides.weight, out, panel * height);
+      else
+        multiply_panel(sides.x, sides.weight, out, panel * height);
+    });
   return ffi::Error::Success();
 }
 
-ffi::Error gated_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
-                         ffi::Result<ffi::AnyBuffer> out) {
+template <typename In>
+ffi::Error gate_all(ffi::ThreadPool& pool, const Sides<In>& sides, Matrix<In> out) {
+  if (sides.x.rows > 0)
+    for_panels(pool, out.columns / kLanes, 1, [&](int64_t panel) {
+      multiply_gated(sides.x, sides.weight, out, panel * kLanes, sides.turns);
+    });
+  return ffi::Error::Success();
+}
+
+// Nothing, when the arguments of a product with `per_out` weight rows for each output are sound.
+std::optional<ffi::Error> complain(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight,
+                                   const ffi::Result<ffi::AnyBuffer>& out, int64_t per_out) {
   const auto a = x.dimensions(), b = weight.dimensions(), c = out->dimensions();
-  const auto dtype = x.element_type();
   if (a.size() != 2 || b.size() != 2 || c.size() != 2 || a[1] != b[1] || a[0] != c[0] ||
-      b[0] != 2 * c[1] || c[1] % kLanes)
-    return ffi::Error::InvalidArgument(
-        "gated_product: x [rows, in], weight [2 out, in], out [rows, out]");
-  if (weight.element_type() != dtype || out->element_type() != dtype)
-    return ffi::Error::InvalidArgument("gated_product: dtypes do not agree");
-  if (dtype == ffi::DataType::F32) return gated_of<float>(pool, x, weight, out);
-  if (dtype == ffi::DataType::BF16) return gated_of<BFloat16>(pool, x, weight, out);
-  return ffi::Error::InvalidArgument("gated_product: neither float32 nor bfloat16");
+      b[0] != per_out * c[1] || (per_out == 2 && c[1] % kLanes))
+    return ffi::Error::InvalidArgument("shapes of x, weight and result do not agree");
+  const auto dtype = x.element_type();
+  if (dtype != ffi::DataType::F32 && dtype != ffi::DataType::BF16)
+    return ffi::Error::InvalidArgument("neither float32 nor bfloat16");
+  const auto kind = out->element_type();
+  if (weight.element_type() != dtype ||
+      (kind != dtype && (per_out == 2 || kind != ffi::DataType::F32)))
+    return ffi::Error::InvalidArgument("dtypes of x, weight and result do not agree");
+  return std::nullopt;
 }
 
-template <typename In>
-ffi::Error product_of(ffi::ThreadPool& pool, ffi::AnyBuffer& x, ffi::AnyBuffer& weight,
-                      ffi::Result<ffi::AnyBuffer>& out) {
-  const auto a = x.dimensions(), b = weight.dimensions(), c = out->dimensions();
-  const Matrix<const In> left{static_cast<const In*>(x.untyped_data()), a[0], a[1]};
-  const Matrix<const In> right{static_cast<const In*>(weight.untyped_data()), b[0], b[1]};
-  if (out->element_type() == ffi::DataType::F32) {
-    multiply_all(pool, left, right,
-                 Matrix<float>{static_cast<float*>(out->untyped_data()), c[0], c[1]});
-  } else {
-    multiply_all(pool, left, right, Matrix<In>{static_cast<In*>(out->untyped_data()), c[0], c[1]});
-  }
-  return ffi::Error::Success();
+int64_t live_rows(const ffi::AnyBuffer& x, const ffi::Buffer<ffi::DataType::S32>& live) {
+  return std::clamp<int64_t>(live.typed_data()[0], 0, x.dimensions()[0]);
 }
 
 ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
-                   ffi::Result<ffi::AnyBuffer> out) {
-  const auto a = x.dimensions(), b = weight.dimensions(), c = out->dimensions();
-  if (a.size() != 2 || b.size() != 2 || c.size() != 2 || a[1] != b[1] || a[0] != c[0] ||
-      b[0] != c[1])
-    return ffi::Error::InvalidArgument("product: x [rows, in], weight [out, in], out [rows, out]");
-  const auto dtype = x.element_type();
-  if (weight.element_type() != dtype ||
-      (out->element_type() != dtype && out->element_type() != ffi::DataType::F32))
-    return ffi::Error::InvalidArgument("product: dtypes do not agree");
-  if (dtype == ffi::DataType::F32) return product_of<float>(pool, x, weight, out);
-  if (dtype == ffi::DataType::BF16) return product_of<BFloat16>(pool, x, weight, out);
-  return ffi::Error::InvalidArgument("product: neither float32 nor bfloat16");
+                   ffi::Buffer<ffi::DataType::S32> live, ffi::Result<ffi::AnyBuffer> out) {
+  if (const auto error = complain(x, weight, out, 1)) return *error;
+  const int64_t rows = live_rows(x, live);
+  if (x.element_type() == ffi::DataType::F32)
+    return multiply_all(pool, Sides<float>(x, weight, rows), result_of<float>(out, rows));
+  const Sides<BFloat16> sides(x, weight, rows);
+  if (out->element_type() == ffi::DataType::F32)
+    return multiply_all(pool, sides, result_of<float>(out, rows));
+  return multiply_all(pool, sides, result_of<BFloat16>(out, rows));
+}
+
+ffi::Error gated_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
+                         ffi::Buffer<ffi::DataType::S32> live, ffi::Result<ffi::AnyBuffer> out) {
+  if (const auto error = complain(x, weight, out, 2)) return *error;
+  const int64_t rows = live_rows(x, live);
+  if (x.element_type() == ffi::DataType::F32)
+    return gate_all(pool, Sides<float>(x, weight, rows), result_of<float>(out, rows));
+  return gate_all(pool, Sides<BFloat16>(x, weight, rows), result_of<BFloat16>(out, rows));
 }
 
 }  // namespace
 }  // namespace pagedjax
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(pagedjax_gated_product, pagedjax::gated_product,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>());
+#define PAGEDJAX_PRODUCT(name, function)                                              \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function,                                       \
+                                xla::ffi::Ffi::Bind()                                 \
+                                    .Ctx<xla::ffi::ThreadPool>()                      \
+                                    .Arg<xla::ffi::AnyBuffer>()                       \
+                                    .Arg<xla::ffi::AnyBuffer>()                       \
+                                    .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>() \
+                                    .Ret<xla::ffi::AnyBuffer>())
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(pagedjax_product, pagedjax::product,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>());
+PAGEDJAX_PRODUCT(pagedjax_gated_product, pagedjax::gated_product);
+PAGEDJAX_PRODUCT(pagedjax_product, pagedjax::product);
