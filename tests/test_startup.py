@@ -16,6 +16,7 @@ from pagedjax import LLM, CapacityError, ConfigError, device, startup, throughpu
 from pagedjax.device import DeviceMemory
 from pagedjax.programs import CompiledProgram
 from pagedjax.startup import StartupReport
+from pallas_kernels import cpu
 from tests.helpers import ByteTokenizer, TinyLM
 from tests.tiny_engine import HOST_PAGES, tiny_llm
 
@@ -305,7 +306,8 @@ def test_the_report_of_an_engine_is_true() -> None:
     assert report.pool_bytes == 129 * PAGE_BYTES
     assert report.weights_bytes == sum(leaf.nbytes for leaf in runner.model.leaves)  # pyright: ignore[reportAttributeAccessIssue]
     assert report.max_concurrency == 4.0
-    assert report.buckets == (1, 8, 32)
+    assert report.buckets == ((1, 4, 8, 32) if cpu.is_loaded() else (1, 8, 32))
+    assert report.products.startswith("own kernels" if cpu.is_loaded() else "XLA (")
     assert report.num_host_pages == HOST_PAGES
     assert (
         report.num_programs == 2 + 3 + 1 + 2 + 4
@@ -341,7 +343,8 @@ def test_start_up_logs_its_report_and_shows_progress(
     assert calls == [("program 1", 1, 2), ("program 2", 2, 2)]
     assert [record.message for record in caplog.records] == report.lines()
     assert report.total_seconds > 2.0
-    assert report.attention.startswith("xla (the portable one; device is a ")
+    kernels = "native_cpu (the kernels for a " if cpu.is_loaded() else "xla (the portable one; "
+    assert report.attention.startswith(kernels)
 
 
 # ------------------------------------------------------------------------------- the periodic line
