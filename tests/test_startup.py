@@ -310,7 +310,7 @@ def test_the_report_of_an_engine_is_true() -> None:
     assert report.products.startswith("own kernels" if cpu.is_loaded() else "XLA (")
     assert report.num_host_pages == HOST_PAGES
     assert (
-        report.num_programs == 2 + 3 + 1 + 2 + 4
+        report.num_programs == 2 + len(report.buckets) + 1 + 2 + 4
     )  # pools, forward passes, sampler, updates, moves
     assert report.dtype == "float32"
     assert 0 < report.compile_seconds <= report.total_seconds
