@@ -74,7 +74,7 @@ def ctrl_c() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def cpu_kernels() -> None:
     """The C++ kernels of a CPU are loaded, as an engine loads them, or the test is skipped."""
-    answer = kernels_of_a_cpu.prepare(startup._store())
+    answer = kernels_of_a_cpu.prepare(startup.open_store())
     if not cpu.is_loaded():
         pytest.skip(f"the kernels of a CPU are not to be had: {answer}")
 

@@ -110,9 +110,9 @@ def test_sources_that_changed_since_they_were_imported_are_noticed(
     files = list(program_key._source_files(Path(program_key.__file__).parent.parent))
     newest = max(path.stat().st_mtime for path in files)
     monkeypatch.setattr(program_key, "_IMPORTED", newest)
-    assert startup._store() is not None
+    assert startup.open_store() is not None
     monkeypatch.setattr(program_key, "_IMPORTED", newest - 1)
-    assert startup._store() is None
+    assert startup.open_store() is None
     assert "the sources changed" in caplog.text
 
 

@@ -219,7 +219,7 @@ from pallas_kernels.cpu import BuildError
 import jax.numpy as jnp
 
 recipe = cpu.find_recipe()
-kept = startup._store().read(recipe.key).payload
+kept = startup.open_store().read(recipe.key).payload
 with tempfile.TemporaryDirectory() as folder:
     command = [recipe.command[0], "-shared", "-fPIC", "-x", "c++", os.devnull, "-o"]
     subprocess.run([*command, f"{folder}/empty.so"], check=True)
