@@ -111,14 +111,14 @@ def decoding(
 ) -> tuple[Batch, Batch]:
     """Sequences of one token each that begin with the same `shared` pages; and with copies of them.
 
-    The first and last have only half of those pages in common with the others.
+    The fifth has only half of those pages in common with the others.
     """
     count = len(lengths)
     shape = Shape(page_size, 2, 3, 24, count + 1, count + 3, max(lengths))
     apart = make_batch(shape, np.random.default_rng(9), [*lengths], [1] * count, dtype)
     table = apart.page_table.copy()
     for row in range(1, count):
-        same = shared // 2 if row == count - 1 else shared
+        same = shared // 2 if row == 4 else shared
         apart.kv_pages[table[row, :same]] = apart.kv_pages[table[0, :same]]
         table[row, :same] = table[0, :same]
     return dataclasses.replace(apart, page_table=table), apart
