@@ -57,6 +57,15 @@ def test_each_device_gets_its_kernels_and_the_pool_their_width() -> None:
     assert (tpu.implementation, tpu.head_dim) == ("mosaic_tpu", 128)
 
 
+@pytest.mark.usefixtures("cpu_kernels")
+def test_a_cpu_gets_its_own_kernels_where_they_are_loaded() -> None:
+    model = contract.flatten(TinyLM())
+    assert str(kernel_choice.choose(model, F32, 16, None)) == "native_cpu (the kernels for a CPU)"
+    described = kernel_choice.choose(model, F32, 16, None, "cpu")
+    assert str(described) == "xla (the portable one; device is a CPU)"
+
+
+@pytest.mark.usefixtures("no_cpu_kernels")
 def test_a_cpu_gets_the_portable_one() -> None:
     model = contract.flatten(TinyLM())
     choice = kernel_choice.choose(model, F32, 16, None)
