@@ -176,6 +176,7 @@ def test_people_read_it_within_a_hundred_columns(
     assert [label for label in labels if label] == [
         "free memory", "weights", "page pool", "largest step", "transfers", "swap space", "left",
         "tokens", "requests at once", "step", "compiled sizes", "attention",
+        "products",
     ]  # fmt: skip
     text = "\n".join(lines)
     assert "swap space          0.25 GiB" in text
