@@ -81,7 +81,8 @@ def cpu_kernels() -> None:
 
 @pytest.fixture
 def no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has not loaded them: what is traced meanwhile is XLA's."""
+    """As in a process that has not loaded them, and will not: what is traced meanwhile is XLA's."""
+    monkeypatch.setenv("PAGEDJAX_CPU_KERNELS", "0")
     monkeypatch.setattr(library, "_loaded", {})
 
 

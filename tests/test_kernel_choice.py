@@ -58,15 +58,25 @@ def test_each_device_gets_its_kernels_and_the_pool_their_width() -> None:
 
 
 @pytest.mark.usefixtures("cpu_kernels")
-def test_a_cpu_gets_its_own_kernels_where_they_are_loaded() -> None:
-    model = contract.flatten(TinyLM())
-    assert str(kernel_choice.choose(model, F32, 16, None)) == "native_cpu (the kernels for a CPU)"
-    described = kernel_choice.choose(model, F32, 16, None, "cpu")
-    assert str(described) == "xla (the portable one; device is a CPU)"
+def test_a_cpu_gets_its_own_kernels_where_they_can_run_the_model() -> None:
+    for dtype in (F32, BF16):
+        choice = kernel_choice.choose(contract.flatten(TinyLM(dtype=dtype)), dtype, 16, None)
+        assert str(choice) == "native_cpu (the kernels for a CPU)"
+        assert choice.head_dim == TinyLM.head_dim
+    choice = kernel_choice.choose(contract.flatten(TinyLM()), jnp.dtype(jnp.int8), 16, None)
+    assert choice.implementation == "xla"
+    assert "native_cpu cannot run this: " in choice.reason
+    assert "not float32 and int8" in choice.reason
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+def test_nothing_is_known_of_the_kernels_of_a_cpu_that_is_not_here() -> None:
+    choice = kernel_choice.choose(contract.flatten(TinyLM()), F32, 16, None, "cpu")
+    assert choice.implementation == "xla"
 
 
 @pytest.mark.usefixtures("no_cpu_kernels")
-def test_a_cpu_gets_the_portable_one() -> None:
+def test_a_cpu_without_its_own_kernels_gets_the_portable_one() -> None:
     model = contract.flatten(TinyLM())
     choice = kernel_choice.choose(model, F32, 16, None)
     assert str(choice) == "xla (the portable one; device is a CPU)"
@@ -88,6 +98,12 @@ def test_what_the_kernels_cannot_run_goes_through_xla_and_the_report_says_why(
     choice = choose(chip, dtype, page_size)
     assert (choice.implementation, choice.head_dim) == ("xla", TinyLM.head_dim)
     assert why in choice.reason
+
+
+@pytest.mark.usefixtures("no_cpu_kernels")
+def test_kernels_of_a_cpu_that_were_asked_for_are_never_replaced() -> None:
+    with pytest.raises(ConfigError, match=r"Got 'native_cpu': .*kernels are not loaded"):
+        kernel_choice.choose(contract.flatten(TinyLM()), F32, 16, "native_cpu")
 
 
 def test_kernels_that_were_asked_for_are_never_replaced() -> None:

@@ -119,6 +119,7 @@ def test_what_the_largest_step_takes_is_told_and_taken_off(
     assert "not compiled where `num_pages` is given" in "\n".join(given.lines())
 
 
+@pytest.mark.usefixtures("no_cpu_kernels")
 @pytest.mark.parametrize(
     ("platform", "attention", "page_size"),
     [
@@ -184,6 +185,18 @@ def test_people_read_it_within_a_hundred_columns(
     assert "only the device's compiler tells" in text
 
 
+def test_a_plan_for_here_knows_the_kernels_of_here(
+    model: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    arguments = ["plan", model, "--num-pages", "20", "--max-model-len", "64", "--json"]
+    for fixture, attention in (("cpu_kernels", "native_cpu ("), ("no_cpu_kernels", "xla (")):
+        request.getfixturevalue(fixture)
+        assert main(arguments) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["attention"].startswith(attention)
+
+
+@pytest.mark.usefixtures("no_cpu_kernels")
 def test_machines_read_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", model, "--num-pages", "20", "--max-model-len", "64", "--json"]
     assert main([*arguments, "--length", "33", "--no-enable-prefix-caching"]) == 0
@@ -193,7 +206,7 @@ def test_machines_read_json(model: str, capsys: pytest.CaptureFixture[str]) -> N
     coarse, fine = [1, 8, 32, 64, 128, 256, 512], [1, 4, 8, 12, 16, 24, 32, 64, 96, 128, 192]
     assert told["buckets"] == ([*fine, 256, 384, 512] if cpu.is_loaded() else coarse)
     report = set(startup.StartupReport.__dataclass_fields__)
-    only_started = {"load_seconds", "compile_seconds", "total_seconds", "programs"}
+    only_started = {"load_seconds", "compile_seconds", "total_seconds", "programs", "products"}
     assert report - only_started <= told.keys()
 
 

@@ -56,7 +56,8 @@ def test_any_source_file_counts(tmp_path: Path) -> None:
 
     kernel, tuned = tmp_path / "pallas_kernels/a.py", tmp_path / "pallas_kernels/tuned/b.json"
     seen = {digest()}
-    for path in (tmp_path / "pagedjax/models/c.py", kernel, tuned):
+    native, header = (tmp_path / f"pallas_kernels/cpu/e.{suffix}" for suffix in ("cc", "h"))
+    for path in (tmp_path / "pagedjax/models/c.py", kernel, tuned, native, header):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("1")
         seen.add(digest())
@@ -64,7 +65,7 @@ def test_any_source_file_counts(tmp_path: Path) -> None:
     seen.add(digest())
     tuned.rename(tmp_path / "pallas_kernels/tuned/d.json")
     seen.add(digest())
-    assert len(seen) == 6
+    assert len(seen) == 8
     (tmp_path / "pagedjax/notes.txt").write_text("no source")
     assert digest() in seen
 
@@ -73,6 +74,15 @@ def test_this_packages_own_sources_are_found() -> None:
     root = Path(program_key.__file__).parent.parent
     found = {p.name for folder in program_key._FOLDERS for p in (root / folder).rglob("*.py")}
     assert {"runner.py", "decoder.py", "paged_attention_xla.py"} <= found
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+def test_the_kernels_that_are_loaded_count(request: pytest.FixtureRequest) -> None:
+    loaded = surroundings()
+    request.getfixturevalue("no_cpu_kernels")
+    without = surroundings()
+    assert {name for name in loaded if loaded[name] != without[name]} == {"kernels"}
+    assert make_key(loaded, "it", (), None) != make_key(without, "it", (), None)
 
 
 @pytest.mark.parametrize("name", ["XLA_FLAGS", "LIBTPU_INIT_ARGS"])
