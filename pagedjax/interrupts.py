@@ -89,14 +89,24 @@ class DeferredInterrupt:
             self.check()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        del number, frame  # what a signal handler is called with
-        if self._is_pending or not self._defers:
+        del number  # what a signal handler is called with
+        is_heard = not _is_in_callback(frame)
+        if is_heard and (self._is_pending or not self._defers):
             self._was_raised = True
             raise KeyboardInterrupt
         self._is_pending = True
         if self._notice:
             # Not through a buffered stream: the signal may have come in the middle of its work.
             os.write(2, self._notice)
+
+
+def _is_in_callback(frame: FrameType | None) -> bool:
+    """Within JAX's callback of the garbage collector: what is raised there is printed and lost."""
+    while frame is not None:
+        if frame.f_code.co_name == "_xla_gc_callback":
+            return True
+        frame = frame.f_back
+    return False
 
 
 class HeldInterrupt:

@@ -47,7 +47,7 @@ def choose(
       model: as `contract.flatten` takes it apart.
       cache_dtype, page_size: of the pool.
       asked: a name; None: choose.
-      platform: of the device that is traced for; None: of the one at hand.
+      platform: of a device that is only described; None: the one at hand.
 
     Raises:
       ConfigError: the one that was asked for does not exist or cannot run the model here.
@@ -59,10 +59,11 @@ def choose(
         )
     if asked is not None:
         return _try(model, cache_dtype, page_size, asked, "asked for")
+    is_here = platform is None
     platform = platform or device.platform()
     kernels, kind = _KERNELS[platform], platform.upper()
     reason = f"the portable one; device is a {kind}"
-    if kernels != NATIVE_CPU or cpu.is_loaded():
+    if kernels != NATIVE_CPU or (is_here and cpu.is_loaded()):
         try:
             return _try(model, cache_dtype, page_size, kernels, f"the kernels for a {kind}")
         except ConfigError as error:

@@ -52,6 +52,7 @@ class MemoryPlan:
       quantization: of the model's matrices.
       weights_bytes: of the model on the device.
       sizes: the decisions.
+      products: what computes them, and why.
       length: tokens of a request that was asked about; None: of none.
     """
 
@@ -60,6 +61,7 @@ class MemoryPlan:
     quantization: str
     weights_bytes: int
     sizes: Sizes
+    products: str
     length: int | None = None
 
     def requests_of(self, length: int) -> int:
@@ -100,6 +102,7 @@ class MemoryPlan:
             "quantization": self.quantization,
             "kv_cache_dtype": str(sizes.cache_dtype),
             "attention": str(sizes.choice),
+            "products": self.products,
             "memory_free_bytes": target.memory.free,
             "memory_total_bytes": target.memory.total,
             "weights_bytes": self.weights_bytes,
@@ -135,6 +138,7 @@ class MemoryPlan:
              "tokens"),
             ("compiled sizes", f"{len(config.buckets)}: {_buckets(self)}"),
             ("attention", str(sizes.choice)),
+            ("products", self.products),
         ]  # fmt: skip
         lines = [f"{self.model} in {sizes.dtype} on {self.target.name}"]
         for label, text in parts:
@@ -205,8 +209,9 @@ def make_plan(
             f"{_gib(target.memory.free)} are free on {target.name}. Choose a smaller `dtype`, or a "
             "device with more memory."
         )
-    if target.is_here:
-        cpu_kernels.prepare(open_store())
+    products = cpu_kernels.prepare(open_store()) if target.is_here else "XLA"
+    if target.platform == "cpu" and not target.is_here:
+        products = "XLA, or own kernels where there is a C++ compiler"
     with _traced_for(target):
         sizes = decide(flat, options, facts, _with_weights(target, flat.num_bytes))
     longest = sizes.config.max_model_len
@@ -220,6 +225,7 @@ def make_plan(
         quantization=options.quantization,
         weights_bytes=flat.num_bytes,
         sizes=sizes,
+        products=products,
         length=length,
     )
 

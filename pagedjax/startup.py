@@ -256,7 +256,11 @@ def decide(
     page_size = options.page_size or target.defaults.page_size
     check_page_size(page_size)
     choice = kernel_choice.choose(
-        flat, cache_dtype, page_size, options.attention_implementation, target.platform
+        flat,
+        cache_dtype,
+        page_size,
+        options.attention_implementation,
+        None if target.is_here else target.platform,
     )
     _check_cascade(options, choice)
     layout = PageLayout(

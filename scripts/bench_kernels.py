@@ -36,7 +36,7 @@ from scripts import kernel_timing  # noqa: E402
 from scripts.kernel_timing import QUANTISED, Device, Sizes, q_dtype  # noqa: E402
 
 OPERATIONS = ("decode", "prefill", "write_kv", "copy_pages")
-IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu", "xla")
+IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu", "native_cpu", "xla")
 DTYPES = ("bfloat16", "float16", "float32", *QUANTISED)
 MOST = 2**31 - 1  # of a size on the command line
 SWEPT: dict[str, tuple[Any, ...]] = {
@@ -112,7 +112,7 @@ def tuned(what: str, sizes: Sizes) -> tuple[str, tuning.Chip, KernelConfig]:
     table = jax.ShapeDtypeStruct((sizes.batch, sizes.pages_per_seq), jnp.int32)
     pages = jax.ShapeDtypeStruct(pool, jnp.dtype(sizes.dtype))
     implementation, why = best_implementation(q, pages, table)
-    if implementation == "xla":
+    if implementation in ("native_cpu", "xla"):
         raise NotImplementedError(f"`--sweep` needs a device with kernels. Got none: {why}.")
     problem = Problem.of(
         q,

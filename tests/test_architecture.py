@@ -26,7 +26,8 @@ HOST_HALF = CONTRACTS["The host half never imports JAX"]["source_modules"]
 MAY_IMPORT_JAX = {
     "attention", "device", "host_pool", "kv_cache", "models", "packing", "program_key",
     "programs", "runner", "sampling", "state_programs", "weights",  # device half
-    "engine", "cpu_kernels", "kernel_choice", "startup", "memory_plan", "llm", "progress", "report",  # composition
+    "engine", "cpu_kernels", "kernel_choice", "startup", "memory_plan", "llm", "progress",
+    "report",  # composition
     "batch_job", "doctor", "server", "cli", "__main__",  # programs
 }  # fmt: skip
 

@@ -123,7 +123,7 @@ def _fields(entry: Entry) -> dict[str, Any]:
         ("--operations fly", "--operations: must be of decode, prefill, write_kv, copy_pages. Got"),
         ("--dtype nonsense", "--dtype: must be of bfloat16, .*, int8. Got 'nonsense'"),
         ("--dtype bfloat16,", "--dtype: must be of .* Got 'bfloat16,'"),
-        ("--implementation triton", "--implementation: must be of mosaic_gpu, mosaic_tpu, xla"),
+        ("--implementation triton", "must be of mosaic_gpu, mosaic_tpu, native_cpu, xla"),
         ("--heads 3,2", "`--heads` must be query heads, a multiple of the kv heads"),
         ("--heads 4", "`--heads` must be query heads"),
         ("--batch 0", "--batch: must be from 1 to 2147483647. Got '0'"),

@@ -69,6 +69,12 @@ def test_a_cpu_gets_its_own_kernels_where_they_can_run_the_model() -> None:
     assert "not float32 and int8" in choice.reason
 
 
+@pytest.mark.usefixtures("cpu_kernels")
+def test_nothing_is_known_of_the_kernels_of_a_cpu_that_is_not_here() -> None:
+    choice = kernel_choice.choose(contract.flatten(TinyLM()), F32, 16, None, "cpu")
+    assert choice.implementation == "xla"
+
+
 @pytest.mark.usefixtures("no_cpu_kernels")
 def test_a_cpu_without_its_own_kernels_gets_the_portable_one() -> None:
     model = contract.flatten(TinyLM())

@@ -17,6 +17,7 @@ from pagedjax.config import EngineConfig
 from pagedjax.device import DeviceMemory
 from pagedjax.memory_plan import MemoryPlan, described, make_plan
 from pagedjax.weights import checkpoint, load_model
+from pallas_kernels import cpu
 from tests.tiny_checkpoint import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -176,6 +177,7 @@ def test_people_read_it_within_a_hundred_columns(
     assert [label for label in labels if label] == [
         "free memory", "weights", "page pool", "largest step", "transfers", "swap space", "left",
         "tokens", "requests at once", "step", "compiled sizes", "attention",
+        "products",
     ]  # fmt: skip
     text = "\n".join(lines)
     assert "swap space          0.25 GiB" in text
@@ -201,7 +203,8 @@ def test_machines_read_json(model: str, capsys: pytest.CaptureFixture[str]) -> N
     told = json.loads(capsys.readouterr().out)
     assert (told["num_pages"], told["num_tokens"], told["max_model_len"]) == (20, 19 * 16, 64)
     assert (told["length"], told["requests_of_length"], told["max_concurrency"]) == (33, 6, 4.75)
-    assert told["buckets"] == [1, 8, 32, 64, 128, 256, 512]
+    coarse, fine = [1, 8, 32, 64, 128, 256, 512], [1, 4, 8, 12, 16, 24, 32, 64, 96, 128, 192]
+    assert told["buckets"] == ([*fine, 256, 384, 512] if cpu.is_loaded() else coarse)
     report = set(startup.StartupReport.__dataclass_fields__)
     only_started = {"load_seconds", "compile_seconds", "total_seconds", "programs", "products"}
     assert report - only_started <= told.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -600,6 +601,7 @@ def llm_over(engine: LLMEngine) -> LLM:
     llm = object.__new__(LLM)
     llm.engine, llm._ids, llm._terminal = engine, itertools.count(), False
     llm.tokenizer, llm.default_params = None, {}
+    llm._turn = threading.Lock()
     return llm
 
 

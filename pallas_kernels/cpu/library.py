@@ -15,8 +15,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,8 +102,7 @@ def load(recipe: Recipe, library: bytes) -> None:
         if _loaded:
             raise BuildError("this process has loaded other kernels already")
         try:
-            with _as_file(library) as path:
-                handle = ctypes.CDLL(path)
+            handle = _open(library)
             functions = [getattr(handle, name) for name in TARGETS]
         except (OSError, AttributeError) as error:
             raise BuildError(f"the compiled kernels cannot be loaded: {error}") from error
@@ -156,17 +153,19 @@ def _run(command: list[str]) -> str:
     return done.stdout.decode(errors="replace")
 
 
-@contextmanager
-def _as_file(data: bytes) -> Iterator[str]:
-    """A path to load from, in memory where possible: a folder may forbid to run what it has."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("pagedjax-kernels")
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            yield f"/proc/self/fd/{descriptor}"
-    else:
+def _open(data: bytes) -> ctypes.CDLL:
+    """Loads a library from memory where possible: a folder may forbid to run what it has."""
+    if not hasattr(os, "memfd_create"):
         with tempfile.TemporaryDirectory(prefix="pagedjax-") as folder:
             path = Path(folder) / "kernels.so"
             path.write_bytes(data)
-            yield str(path)
+            return ctypes.CDLL(str(path))
+    descriptor = os.memfd_create("pagedjax-kernels")
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(data)
+        # Left open: the loader takes what has the path of a library that it knows for that library.
+        return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+    except BaseException:
+        os.close(descriptor)
+        raise

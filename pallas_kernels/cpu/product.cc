@@ -198,11 +198,15 @@ void multiply_gated(Matrix<const In> x, Matrix<const In> weight, Matrix<In> out,
     }
     return;
   }
-  for (int64_t j = 0; j < kLanes; j += kOuts) {
-    multiply_panel(x, weight, Matrix<float>{sums - first, x.rows, kTurned}, first + j);
-    multiply_panel(x, weight, Matrix<float>{sums + kLanes - second, x.rows, kTurned}, second + j);
+  for (int64_t row = 0; row < x.rows; row += kChunk) {
+    const Matrix<const In> chunk{x.row(row), std::min<int64_t>(kChunk, x.rows - row), x.columns};
+    for (int64_t j = 0; j < kLanes; j += kOuts) {
+      multiply_panel(chunk, weight, Matrix<float>{sums - first, chunk.rows, kTurned}, first + j);
+      multiply_panel(chunk, weight, Matrix<float>{sums + kLanes - second, chunk.rows, kTurned},
+                     second + j);
+    }
+    gate(sums, out, row, chunk.rows, first);
   }
-  gate(sums, out, 0, x.rows, first);
 }
 
 // body(panel) for each of so many panels, shared out.
