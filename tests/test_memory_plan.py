@@ -189,11 +189,15 @@ def test_a_plan_for_here_knows_the_kernels_of_here(
     model: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     arguments = ["plan", model, "--num-pages", "20", "--max-model-len", "64", "--json"]
-    for fixture, attention in (("cpu_kernels", "native_cpu ("), ("no_cpu_kernels", "xla (")):
+    for fixture, attention, products in (
+        ("cpu_kernels", "native_cpu (", "own kernels, built by "),
+        ("no_cpu_kernels", "xla (", "XLA (PAGEDJAX_CPU_KERNELS is off)"),
+    ):
         request.getfixturevalue(fixture)
         assert main(arguments) == 0
         told = json.loads(capsys.readouterr().out)
         assert told["attention"].startswith(attention)
+        assert told["products"].startswith(products)
 
 
 @pytest.mark.usefixtures("no_cpu_kernels")

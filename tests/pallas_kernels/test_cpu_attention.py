@@ -88,6 +88,25 @@ def test_bfloat16_of_any_size_loses_its_roundings(size: Any, options: dict[str, 
     assert lse_error < 1e-5
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 11])
+def test_a_row_has_the_same_bits_in_chunks_that_make_units_of_any_height(
+    group: int, dtype: Any
+) -> None:
+    whole = make_batch(
+        Shape(16, 1, group, 24, 1, 40, 130), np.random.default_rng(group), [130], [40], dtype
+    )
+    expected = attend(*whole.arrays)
+    for start, end in ((0, 1), (1, 3), (3, 10), (10, 27), (27, 39), (39, 40)):
+        q, length = np.zeros_like(whole.q), end - start
+        q[:length] = whole.q[start:end]
+        lens = np.array([90 + end], np.int32), np.array([0, length], np.int32)
+        found = attend(q, whole.kv_pages, whole.page_table, *lens, whole.num_seqs)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(one)[:length], np.asarray(other)[start:end])
+
+
 def exact_scores(shape: Shape, kv_lens: list[int], q_lens: list[int]) -> Batch:
     """Queries and keys of -1, 0 and 1: their products are exact in float32."""
     batch = make_batch(shape, np.random.default_rng(3), kv_lens, q_lens)
