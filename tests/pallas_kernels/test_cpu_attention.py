@@ -250,6 +250,18 @@ def test_pages_that_a_window_left_behind_may_be_listed_as_anything() -> None:
 
 
 @needs_kernels
+def test_sequences_past_the_live_ones_are_not_run_however_they_look() -> None:
+    batch = make_batch(SHAPE, np.random.default_rng(6), [120, 99, 30], [10, 1, 7])
+    all_out, all_lse = (np.asarray(a) for a in attend(*batch.arrays))
+    for num_seqs, rows in ((-1, 0), (0, 0), (1, 10), (2, 11), (3, 18), (10**6, 18)):
+        out, lse = attend(*batch.arrays[:5], np.array(num_seqs, np.int32))
+        np.testing.assert_array_equal(np.asarray(out)[:rows], all_out[:rows])
+        np.testing.assert_array_equal(np.asarray(lse)[:rows], all_lse[:rows])
+        assert np.all(np.asarray(out)[rows:] == 0)
+        assert np.all(np.isneginf(np.asarray(lse)[rows:]))
+
+
+@needs_kernels
 def test_a_result_in_another_dtype_is_the_result_converted() -> None:
     batch = make_batch(SHAPE, np.random.default_rng(7), [90, 30], [20, 1], BF16)
     out, _ = attend(*batch.arrays)
