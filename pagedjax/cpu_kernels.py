@@ -32,6 +32,8 @@ def prepare(store: ProgramStore | None) -> str:
     """
     if device.platform() != "cpu":
         return "XLA"
+    if cpu.is_loaded():  # and stays in use, whatever was set meanwhile
+        return "own kernels, loaded by an earlier start of this process"
     if not environment.read().cpu_kernels:
         return "XLA (PAGEDJAX_CPU_KERNELS is off)"
     if jax.local_device_count() > 1:
@@ -40,8 +42,7 @@ def prepare(store: ProgramStore | None) -> str:
     if recipe is None:
         return "XLA (there is no C++ compiler to build faster ones)"
     try:
-        if cpu.loaded_key() != recipe.key:
-            _load(recipe, store)
+        _load(recipe, store)
     except BuildError as error:
         logger.warning("products are XLA's, and slower: %s", error)
         return f"XLA ({recipe.compiler} cannot build faster ones)"
@@ -50,10 +51,16 @@ def prepare(store: ProgramStore | None) -> str:
 
 def _load(recipe: Recipe, store: ProgramStore | None) -> None:
     entry = None if store is None else store.read(recipe.key)
-    if entry is None:
-        started = time.perf_counter()
-        library = recipe.build()
-        entry = Entry("CPU kernels", time.perf_counter() - started, library)
-        if store is not None:
-            store.write(recipe.key, entry)
-    cpu.load(recipe, entry.payload)
+    if store is not None and entry is not None:
+        try:
+            cpu.load(recipe, entry.payload)
+            return
+        except BuildError as error:
+            logger.warning("building the CPU's kernels anew: %s", error)
+            store.remove(recipe.key)
+    started = time.perf_counter()
+    library = recipe.build()
+    entry = Entry("CPU kernels", time.perf_counter() - started, library)
+    cpu.load(recipe, library)
+    if store is not None:  # only what can be loaded
+        store.write(recipe.key, entry)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pagedjax import cpu_kernels, device
-from pagedjax.program_store import ProgramStore
+from pagedjax.program_store import Entry, ProgramStore
 from pallas_kernels import cpu
 from pallas_kernels.cpu import BuildError
 from tests.tiny_checkpoint import tiny_checkpoint
@@ -99,9 +99,43 @@ def test_without_a_store_kernels_are_built_at_each_start(compiler: Compiler) -> 
 def test_what_is_loaded_is_not_loaded_again(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "loaded_key", lambda: compiler.key)
-    assert cpu_kernels.prepare(None) == OWN
+    monkeypatch.setattr(cpu, "is_loaded", lambda: True)
+    for value in ("1", "0"):  # programs go on using them in any case
+        monkeypatch.setenv("PAGEDJAX_CPU_KERNELS", value)
+        assert (
+            cpu_kernels.prepare(None) == "own kernels, loaded by an earlier start of this process"
+        )
     assert (compiler.built, compiler.loaded) == (0, [])
+
+
+def test_kept_kernels_that_cannot_be_loaded_are_built_anew(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def load(recipe: Any, library: bytes) -> None:
+        if library != b"library":
+            raise BuildError("that is no library")
+        compiler.load(recipe, library)
+
+    store = ProgramStore(tmp_path)
+    store.write(compiler.key, Entry("CPU kernels", 1.0, b"garbage"))
+    monkeypatch.setattr(cpu, "load", load)
+    for _ in range(2):
+        assert cpu_kernels.prepare(store) == OWN
+    assert (compiler.built, compiler.loaded) == (1, [b"library"] * 2)
+    assert caplog.text.count("building the CPU's kernels anew: that is no library") == 1
+
+
+def test_kernels_that_cannot_be_loaded_are_not_kept(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def load(*_: Any) -> None:
+        raise BuildError("that is no library")
+
+    monkeypatch.setattr(cpu, "load", load)
+    answer = cpu_kernels.prepare(ProgramStore(tmp_path))
+    assert answer == "XLA (c++ 9.8 cannot build faster ones)"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_failing_compiler_is_a_warning_with_its_words(

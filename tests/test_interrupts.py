@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
+import warnings
 
 import pytest
 
@@ -58,6 +59,25 @@ def test_an_interrupt_that_a_garbage_collection_swallowed_is_not_lost() -> None:
         interrupt.clear()
         interrupt.defer()
         assert not interrupt.is_pending, "it was answered"
+
+
+@pytest.mark.parametrize("defers", [True, False])
+def test_an_interrupt_within_jaxs_callback_of_the_collector_is_kept_and_prints_nothing(
+    defers: bool,
+) -> None:
+    def _xla_gc_callback(phase: str, info: object) -> None:
+        del phase, info  # what such a callback is called with
+        gc.callbacks.remove(_xla_gc_callback)
+        press(2)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of what could not be raised, too
+        with DeferredInterrupt(signal.SIGINT, defers=defers) as interrupt:
+            gc.callbacks.append(_xla_gc_callback)
+            gc.collect()
+            assert interrupt.is_pending
+            with pytest.raises(KeyboardInterrupt):
+                interrupt.check()
 
 
 def test_a_program_with_its_own_handler_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,13 +57,16 @@ class Recipe:
         """Compiles the kernels: the shared library, as bytes. Takes some seconds.
 
         Raises:
-          BuildError: what the compiler says.
+          BuildError: what the compiler says, or that there is no room for what it makes.
         """
-        with tempfile.TemporaryDirectory(prefix="pagedjax-") as folder:
-            library = Path(folder) / "kernels.so"
-            sources = [str(path) for path in _sources(".cc")]
-            _run([*self.command, *sources, "-o", str(library)])
-            return library.read_bytes()
+        try:
+            with tempfile.TemporaryDirectory(prefix="pagedjax-") as folder:
+                library = Path(folder) / "kernels.so"
+                sources = [str(path) for path in _sources(".cc")]
+                _run([*self.command, *sources, "-o", str(library)])
+                return library.read_bytes()
+        except OSError as error:
+            raise BuildError(f"what {self.compiler} makes cannot be kept: {error}") from error
 
 
 def find_recipe() -> Recipe | None:
@@ -125,7 +128,10 @@ def loaded_key() -> str:
 def _compiler() -> tuple[str, ...] | None:
     given = os.environ.get("CXX")
     if given:
-        words = tuple(shlex.split(given))
+        try:
+            words = tuple(shlex.split(given))
+        except ValueError:  # an open quotation
+            return None
         return words if words and shutil.which(words[0]) else None
     found = next((name for name in _COMPILERS if shutil.which(name)), None)
     return None if found is None else (found,)

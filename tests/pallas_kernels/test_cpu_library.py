@@ -82,7 +82,7 @@ def test_cxx_names_the_compiler_and_its_arguments(
     assert found().command[0] == "c++"
 
 
-@pytest.mark.parametrize("given", ["no-such-compiler", " ", "no-such-compiler -O3"])
+@pytest.mark.parametrize("given", ["no-such-compiler", " ", "no-such-compiler -O3", 'c++ "'])
 def test_a_cxx_that_cannot_be_run_is_not_replaced_in_silence(
     only: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
@@ -130,6 +130,15 @@ def test_a_compiler_that_is_gone_or_never_ends_is_an_error(
     (only / "c++").unlink()
     with pytest.raises(BuildError, match=r"c\+\+ did not run"):
         recipe.build()
+
+
+def test_without_room_for_the_library_nothing_is_built(
+    only: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_compiler(only / "c++")
+    monkeypatch.setattr(library.tempfile, "tempdir", "/nonexistent")
+    with pytest.raises(BuildError, match=r"cannot be kept: .*/nonexistent"):
+        found().build()
 
 
 # --------------------------------------------------------------------------------------- the key
