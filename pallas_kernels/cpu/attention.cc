@@ -65,8 +65,7 @@ struct Token {
 // One key-value head, and some tokens that attend to positions [begin, end) of a sequence's pages.
 struct Unit {
   int64_t seq, head, begin, end;
-  const Token* tokens;
-  int64_t num_tokens;
+  int64_t first_token, num_tokens;  // in the batch's list
   bool is_shared;  // of several sequences, over pages that all of them have: others continue it
   bool continues;  // after a unit that is shared
 };
@@ -146,8 +145,10 @@ class States {
 template <typename T>
 class Attention {
  public:
-  Attention(const Problem<T>& problem, Scratch& scratch, States& states)
+  Attention(const Problem<T>& problem, const std::vector<Token>& tokens, Scratch& scratch,
+            States& states)
       : problem_(problem),
+        tokens_(tokens),
         scratch_(scratch),
         states_(states),
         words_(problem.head_dim / kPerWord),
@@ -197,10 +198,14 @@ class Attention {
   static constexpr int kPerWord = 4 / sizeof(T);
   static constexpr int kSteps = kBlock / kPerWord;
 
+  const Token& token(const Unit& unit, int64_t row) const {
+    return tokens_[unit.first_token + row / problem_.group()];
+  }
+
   // Index of a row among all [num_tokens, num_q_heads].
   int64_t row_of(const Unit& unit, int64_t row) const {
     const int64_t group = problem_.group();
-    return unit.tokens[row / group].index * problem_.num_q_heads + unit.head * group + row % group;
+    return token(unit, row).index * problem_.num_q_heads + unit.head * group + row % group;
   }
 
   // The unit's queries, and what was summed before its first block.
@@ -282,7 +287,7 @@ class Attention {
   // The row's weights of a block, its new peak and total; what was summed before is scaled.
   void weigh(const Unit& unit, int64_t start, int64_t width, int64_t row) {
     const int64_t group = problem_.group();
-    const int64_t position = unit.tokens[row / group].position;
+    const int64_t position = token(unit, row).position;
     float* scores = scratch_.scores.data() + row * width;
     if (problem_.soft_cap > 0 || problem_.slopes)
       bend(scores, start, width, position, unit.head * group + row % group);
@@ -301,17 +306,17 @@ class Attention {
     }
     const float before = scratch_.peaks[row];
     const float peak = std::max(before, highest_lane(highest));
-    uint32_t* weights = scratch_.weights.data() + row * kSteps;
+    T* weights = reinterpret_cast<T*>(scratch_.weights.data() + row * kSteps);
     if (any_set(nans)) scratch_.totals[row] = std::numeric_limits<float>::quiet_NaN();
     if (peak == kNone) {  // nothing of this block, and nothing before
-      std::fill_n(weights, width / kPerWord, 0u);
+      std::memset(static_cast<void*>(weights), 0, width * sizeof(T));
       return;
     }
     Floats sum = Floats{};
     for (int64_t i = 0; i < width; i += kLanes) {
       const Floats value = exp_of_negative(load<Floats>(scores + i) - peak);
       sum += value;
-      keep(value, weights, i);
+      store_lanes(weights + i, value);
     }
     const float shrinks = before == peak ? 1.0f : before == kNone ? 0.0f : std::exp(before - peak);
     scratch_.totals[row] = scratch_.totals[row] * shrinks + sum_of_lanes(sum);
@@ -334,10 +339,6 @@ class Attention {
     }
   }
 
-  static void keep(Floats value, uint32_t* weights, int i) {
-    store_lanes(reinterpret_cast<T*>(weights) + i, value);
-  }
-
   void finish(const Unit& unit, int64_t row) {
     const int64_t at = row_of(unit, row);
     const float total = scratch_.totals[row], share = total == 0 ? 0.0f : 1.0f / total;
@@ -353,6 +354,7 @@ class Attention {
   }
 
   const Problem<T>& problem_;
+  const std::vector<Token>& tokens_;
   Scratch& scratch_;
   States& states_;
   const int64_t words_, padded_;  // of a head: words, and lanes of its values
@@ -367,9 +369,9 @@ template <typename T>
 class Batch {
  public:
   std::vector<Unit> shared, own;
+  std::vector<Token> tokens;  // those of a unit beside one another
 
   Batch(const Problem<T>& problem, int64_t num_seqs) : problem_(problem) {
-    tokens_.reserve(2 * problem.num_tokens);  // units point into it
     find_shared(num_seqs);
     for (int64_t seq = 0; seq < num_seqs; ++seq) add_sequence(seq);
     // The longest first: threads then end at about the same time.
@@ -418,13 +420,13 @@ class Batch {
     if (length < kLeastShared) return;
     for (int64_t at = 0; at < count; at += tile()) {
       const int64_t members = std::min(tile(), count - at);
-      const Token* tokens = tokens_.data() + tokens_.size();
+      const int64_t first_token = tokens.size();
       for (int64_t i = at; i < at + members; ++i) {
-        tokens_.push_back({first_of(seqs[i]), kv_len(seqs[i]) - 1});
+        tokens.push_back({first_of(seqs[i]), kv_len(seqs[i]) - 1});
         prefixes_[seqs[i]] = length;
       }
       for (int64_t head = 0; head < problem_.num_kv_heads; ++head)
-        shared.push_back({seqs[0], head, 0, length, tokens, members, true, false});
+        shared.push_back({seqs[0], head, 0, length, first_token, members, true, false});
     }
   }
 
@@ -432,32 +434,28 @@ class Batch {
     const int64_t end = end_of(seq), offset = kv_len(seq) - problem_.cu_q_lens[seq + 1];
     for (int64_t first = first_of(seq); first < end; first += tile()) {
       const int64_t stop = std::min(end, first + tile());
-      // Only of metadata that overlap, which is not allowed: what is listed must not move.
-      if (tokens_.size() + (stop - first) > tokens_.capacity()) return;
-      const Token* tokens = tokens_.data() + tokens_.size();
-      for (int64_t token = first; token < stop; ++token) tokens_.push_back({token, token + offset});
+      const int64_t first_token = tokens.size();
+      for (int64_t token = first; token < stop; ++token) tokens.push_back({token, token + offset});
       const int64_t seen = std::max<int64_t>(0, first + offset - problem_.window + 1);
       const int64_t begin = std::max(seen, prefixes_[seq]);
       for (int64_t head = 0; head < problem_.num_kv_heads; ++head)
-        own.push_back(
-            {seq, head, begin, stop + offset, tokens, stop - first, false, prefixes_[seq] > 0});
+        own.push_back({seq, head, begin, stop + offset, first_token, stop - first, false,
+                       prefixes_[seq] > 0});
     }
   }
 
   const Problem<T>& problem_;
-  std::vector<Token> tokens_;
   std::vector<int64_t> prefixes_;
 };
 
 template <typename T>
-void run_all(ffi::ThreadPool& pool, const Problem<T>& problem, const std::vector<Unit>& units,
-             States& states) {
+void run_all(ffi::ThreadPool& pool, const Problem<T>& problem, const std::vector<Token>& tokens,
+             const std::vector<Unit>& units, States& states) {
   const int64_t count = units.size();
-  const int64_t shares =
-      std::min(count, std::max<int64_t>(1, pool.num_threads()) * kSharesPerThread);
+  const int64_t shares = num_shares(pool, count, kSharesPerThread);
   share_out(pool, shares, [&](int64_t share) {
     static thread_local Scratch scratch;
-    Attention<T> attention(problem, scratch, states);
+    Attention<T> attention(problem, tokens, scratch, states);
     for (int64_t i = share; i < count; i += shares)
       attention.run(units[i], i + shares < count ? &units[i + shares] : nullptr);
   });
@@ -472,8 +470,8 @@ void attend(ffi::ThreadPool& pool, const Problem<T>& problem, int64_t num_seqs) 
   const Batch<T> batch(problem, num_seqs);
   States states;
   if (!batch.shared.empty()) states.resize(rows, Attention<T>::padded(problem));
-  run_all(pool, problem, batch.shared, states);
-  run_all(pool, problem, batch.own, states);
+  run_all(pool, problem, batch.tokens, batch.shared, states);
+  run_all(pool, problem, batch.tokens, batch.own, states);
 }
 
 template <typename T>

@@ -81,6 +81,10 @@ void multiply_tile(Matrix<const In> x, Matrix<const In> weight, Matrix<Out> out,
 // All rows by one panel. Tiles are of nearly equal height: a low last one would waste loads.
 template <typename In, typename Out>
 void multiply_panel(Matrix<const In> x, Matrix<const In> weight, Matrix<Out> out, int64_t first) {
+  // By their height.
+  static constexpr decltype(&multiply_tile<1, In, Out>) kTiles[kMaxRows] = {
+      multiply_tile<1, In, Out>, multiply_tile<2, In, Out>, multiply_tile<3, In, Out>,
+      multiply_tile<4, In, Out>, multiply_tile<5, In, Out>, multiply_tile<6, In, Out>};
   const int outs = static_cast<int>(std::min<int64_t>(kOuts, weight.rows - first));
   const int64_t tiles = (x.rows + kMaxRows - 1) / kMaxRows;
   // Evenly over the tiles: a core waits for so many lines at once, and no more.
@@ -92,26 +96,7 @@ void multiply_panel(Matrix<const In> x, Matrix<const In> weight, Matrix<Out> out
     const int64_t row = x.rows * tile / tiles, end = x.rows * (tile + 1) / tiles;
     const int64_t skipped = tile * each * panel_bytes / kOuts;
     const Fetch fetch{ahead + skipped, skipped < panel_bytes ? each : 0};
-    switch (end - row) {
-      case 1:
-        multiply_tile<1>(x, weight, out, row, first, outs, fetch);
-        break;
-      case 2:
-        multiply_tile<2>(x, weight, out, row, first, outs, fetch);
-        break;
-      case 3:
-        multiply_tile<3>(x, weight, out, row, first, outs, fetch);
-        break;
-      case 4:
-        multiply_tile<4>(x, weight, out, row, first, outs, fetch);
-        break;
-      case 5:
-        multiply_tile<5>(x, weight, out, row, first, outs, fetch);
-        break;
-      default:
-        multiply_tile<6>(x, weight, out, row, first, outs, fetch);
-        break;
-    }
+    kTiles[end - row - 1](x, weight, out, row, first, outs, fetch);
   }
 }
 
@@ -213,8 +198,7 @@ void multiply_gated(Matrix<const In> x, Matrix<const In> weight, Matrix<In> out,
 template <typename Body>
 void for_panels(ffi::ThreadPool& pool, int64_t panels, int64_t least, const Body& body) {
   const int64_t most = std::max<int64_t>(1, panels / least);
-  const int64_t shares =
-      std::min(most, std::max<int64_t>(1, pool.num_threads()) * kSharesPerThread);
+  const int64_t shares = num_shares(pool, most, kSharesPerThread);
   share_out(pool, shares, [&](int64_t share) {
     const int64_t end = panels * (share + 1) / shares;
     for (int64_t panel = panels * share / shares; panel < end; ++panel) body(panel);

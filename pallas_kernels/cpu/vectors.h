@@ -125,29 +125,6 @@ inline void narrow_to(Floats values, BFloat16* to) {
 inline void store_lanes(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
 inline void store_lanes(BFloat16* to, Floats values) { narrow_to(values, to); }
 
-// Sums of the lanes of four vectors, always in the same order.
-inline Quad sum_lanes(const Floats* vectors) {
-#if defined(__AVX512F__)
-  const auto a = reinterpret_cast<__m512>(vectors[0]), b = reinterpret_cast<__m512>(vectors[1]);
-  const auto c = reinterpret_cast<__m512>(vectors[2]), d = reinterpret_cast<__m512>(vectors[3]);
-  const __m512 ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
-  const __m512 cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
-  const __m512 abcd = _mm512_shuffle_ps(ab, cd, 0x44) + _mm512_shuffle_ps(ab, cd, 0xee);
-  const __m256 half = _mm512_castps512_ps256(abcd) + _mm512_extractf32x8_ps(abcd, 1);
-  return reinterpret_cast<Quad>(_mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
-#else
-  Quad sums;
-  for (int i = 0; i < 4; ++i) {
-    float lanes[kLanes];
-    std::memcpy(lanes, &vectors[i], sizeof lanes);
-    for (int width = kLanes / 2; width; width /= 2)
-      for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-    sums[i] = lanes[0];
-  }
-  return sums;
-#endif
-}
-
 // The numbers in one vector's lanes, put together in an order that is always the same.
 template <typename Fold>
 float fold_lanes(Floats lanes, Fold fold) {
@@ -172,6 +149,23 @@ inline float highest_lane(Floats lanes) {
   return _mm512_reduce_max_ps(reinterpret_cast<__m512>(lanes));
 #else
   return fold_lanes(lanes, [](float a, float b) { return a < b ? b : a; });
+#endif
+}
+
+// Sums of the lanes of four vectors, always in the same order.
+inline Quad sum_lanes(const Floats* vectors) {
+#if defined(__AVX512F__)
+  const auto a = reinterpret_cast<__m512>(vectors[0]), b = reinterpret_cast<__m512>(vectors[1]);
+  const auto c = reinterpret_cast<__m512>(vectors[2]), d = reinterpret_cast<__m512>(vectors[3]);
+  const __m512 ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
+  const __m512 cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
+  const __m512 abcd = _mm512_shuffle_ps(ab, cd, 0x44) + _mm512_shuffle_ps(ab, cd, 0xee);
+  const __m256 half = _mm512_castps512_ps256(abcd) + _mm512_extractf32x8_ps(abcd, 1);
+  return reinterpret_cast<Quad>(_mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
+#else
+  Quad sums;
+  for (int i = 0; i < 4; ++i) sums[i] = sum_of_lanes(vectors[i]);
+  return sums;
 #endif
 }
 

@@ -12,6 +12,11 @@
 
 namespace pagedjax {
 
+// How many shares to make of work that can be cut into `most` at most.
+inline int64_t num_shares(const xla::ffi::ThreadPool& pool, int64_t most, int64_t per_thread) {
+  return std::min(most, std::max<int64_t>(1, pool.num_threads()) * per_thread);
+}
+
 // Runs body(i) for each i in [0, count) on the pool's threads and this one; returns when all are
 // done. Whoever is free takes the next i. A thread that comes late finds nothing to do, and may
 // come after this has returned: what it looks at is kept for it.
