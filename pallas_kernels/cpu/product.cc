@@ -78,13 +78,19 @@ void multiply_tile(Matrix<const In> x, Matrix<const In> weight, Matrix<Out> out,
   }
 }
 
+// `multiply_tile` with as many rows as `height` says, at most kRows.
+template <int kRows, typename... Arguments>
+void multiply_tile_of(int64_t height, const Arguments&... arguments) {
+  if (height == kRows) {
+    multiply_tile<kRows>(arguments...);
+  } else if constexpr (kRows > 1) {
+    multiply_tile_of<kRows - 1>(height, arguments...);
+  }
+}
+
 // All rows by one panel. Tiles are of nearly equal height: a low last one would waste loads.
 template <typename In, typename Out>
 void multiply_panel(Matrix<const In> x, Matrix<const In> weight, Matrix<Out> out, int64_t first) {
-  // By their height.
-  static constexpr decltype(&multiply_tile<1, In, Out>) kTiles[kMaxRows] = {
-      multiply_tile<1, In, Out>, multiply_tile<2, In, Out>, multiply_tile<3, In, Out>,
-      multiply_tile<4, In, Out>, multiply_tile<5, In, Out>, multiply_tile<6, In, Out>};
   const int outs = static_cast<int>(std::min<int64_t>(kOuts, weight.rows - first));
   const int64_t tiles = (x.rows + kMaxRows - 1) / kMaxRows;
   // Evenly over the tiles: a core waits for so many lines at once, and no more.
@@ -96,7 +102,7 @@ void multiply_panel(Matrix<const In> x, Matrix<const In> weight, Matrix<Out> out
     const int64_t row = x.rows * tile / tiles, end = x.rows * (tile + 1) / tiles;
     const int64_t skipped = tile * each * panel_bytes / kOuts;
     const Fetch fetch{ahead + skipped, skipped < panel_bytes ? each : 0};
-    kTiles[end - row - 1](x, weight, out, row, first, outs, fetch);
+    multiply_tile_of<kMaxRows>(end - row, x, weight, out, row, first, outs, fetch);
   }
 }
 
