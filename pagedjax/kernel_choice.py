@@ -16,9 +16,7 @@ from pagedjax.errors import ConfigError
 from pagedjax.models import contract
 from pagedjax.models.contract import FlatModel
 from pallas_kernels import cpu
-from pallas_kernels.platform import MOSAIC, NATIVE_CPU
-
-_KERNELS: dict[Platform, str] = {**MOSAIC, "cpu": NATIVE_CPU}
+from pallas_kernels.platform import KERNELS, NATIVE_CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ def choose(
         return _try(model, cache_dtype, page_size, asked, "asked for")
     is_here = platform is None
     platform = platform or device.platform()
-    kernels, kind = _KERNELS[platform], platform.upper()
+    kernels, kind = KERNELS[platform], platform.upper()
     reason = f"the portable one; device is a {kind}"
     if kernels != NATIVE_CPU or (is_here and cpu.is_loaded()):
         try:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
+from pallas_kernels.platform import NATIVE_CPU
 from pallas_kernels.quantize import LARGEST
 
 
@@ -185,7 +186,7 @@ def _groups(kv_cache: KVCache) -> tuple[tuple[jax.Array, ...], ...]:
 
 def _updates(implementation: str | None) -> str | None:
     """Plain XLA stays plain; beside a kernel for attention, the best that the chip has."""
-    return "xla" if implementation in ("xla", "native_cpu", "reference") else None
+    return "xla" if implementation in ("xla", NATIVE_CPU, "reference") else None
 
 
 def _replace_layer(

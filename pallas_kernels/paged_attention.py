@@ -17,6 +17,7 @@ from pallas_kernels.merge import add_sinks
 from pallas_kernels.paged_attention_mosaic import LIMITS, paged_attention_mosaic
 from pallas_kernels.paged_attention_xla import paged_attention_xla
 from pallas_kernels.platform import (
+    KERNELS,
     MOSAIC,
     NATIVE_CPU,
     check_interpret,
@@ -255,8 +256,8 @@ def padded_head_dim(head_dim: int, implementation: str | None = None) -> int:
         raise ValueError(
             f"`head_dim` must be from 1 to {MAX_HEAD_DIM}. Got {arguments.shown(head_dim)}."
         )
-    chosen = implementation or MOSAIC.get(traced_platform())
-    widths = LIMITS[chosen].head_dims if chosen and chosen in LIMITS else (head_dim,)
+    chosen = implementation or KERNELS[traced_platform()]
+    widths = LIMITS[chosen].head_dims if chosen in LIMITS else (head_dim,)
     fitting = [width for width in widths if width >= head_dim]
     if not fitting:
         raise NotImplementedError(

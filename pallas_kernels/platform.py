@@ -10,10 +10,11 @@ import jax
 
 type Platform = Literal["cpu", "gpu", "tpu"]
 
-NATIVE_CPU = "native_cpu"  # the kernels in C++, which only a CPU runs
+NATIVE_CPU = "native_cpu"  # the kernels in C++
 
-# Which implementation holds the kernels of a platform; others have none.
+# Which implementation holds the kernels of a platform: Pallas', which can be interpreted, and all.
 MOSAIC: dict[Platform, str] = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
+KERNELS: dict[Platform, str] = {**MOSAIC, "cpu": NATIVE_CPU}
 
 
 def traced_platform() -> Platform:
@@ -51,13 +52,11 @@ def check_interpret(implementation: str | None, interpret: Any) -> None:
 
 def check_runs(implementation: str, interpret: Any) -> None:
     """Raises `NotImplementedError` for kernels that neither run here nor are interpreted."""
-    mosaic, here = implementation in MOSAIC.values(), traced_platform()
-    if implementation == NATIVE_CPU and here != "cpu":
-        raise NotImplementedError(
-            f"`implementation` {implementation!r} does not run on a {here.upper()}. Use 'xla'."
-        )
-    if mosaic and not interpret and MOSAIC.get(here) != implementation:
-        raise NotImplementedError(
-            f"`implementation` {implementation!r} does not run on a {here.upper()}. Use 'xla', or "
-            f"interpret=True, which is slow and meant for tests."
-        )
+    here = traced_platform()
+    if interpret or implementation not in KERNELS.values() or KERNELS[here] == implementation:
+        return
+    instead = ", or interpret=True, which is slow and meant for tests"
+    raise NotImplementedError(
+        f"`implementation` {implementation!r} does not run on a {here.upper()}. Use 'xla'"
+        f"{instead if implementation in MOSAIC.values() else ''}."
+    )

@@ -31,6 +31,7 @@ import jax.numpy as jnp  # noqa: E402
 from pallas_kernels import attention_plan, tuning  # noqa: E402
 from pallas_kernels.attention_plan import Problem  # noqa: E402
 from pallas_kernels.paged_attention import MAX_PAGE_SIZE, best_implementation  # noqa: E402
+from pallas_kernels.platform import MOSAIC  # noqa: E402
 from pallas_kernels.tuning import KernelConfig  # noqa: E402
 from scripts import kernel_timing  # noqa: E402
 from scripts.kernel_timing import QUANTISED, Device, Sizes, q_dtype  # noqa: E402
@@ -112,7 +113,7 @@ def tuned(what: str, sizes: Sizes) -> tuple[str, tuning.Chip, KernelConfig]:
     table = jax.ShapeDtypeStruct((sizes.batch, sizes.pages_per_seq), jnp.int32)
     pages = jax.ShapeDtypeStruct(pool, jnp.dtype(sizes.dtype))
     implementation, why = best_implementation(q, pages, table)
-    if implementation in ("native_cpu", "xla"):
+    if implementation not in MOSAIC.values():
         raise NotImplementedError(f"`--sweep` needs a device with kernels. Got none: {why}.")
     problem = Problem.of(
         q,

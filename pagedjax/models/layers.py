@@ -45,7 +45,7 @@ def product(
     are padding and need not be multiplied; None: all are wanted.
     """
     dtype = dtype or jnp.dtype(jnp.float32)
-    if traced_platform() == "cpu" and cpu.can_multiply(x, weight):
+    if cpu.can_multiply(x, weight):
         return cpu.product(x, weight, dtype, num_live=num_live)
     return _xla_product(x, weight).astype(dtype)
 
@@ -180,7 +180,7 @@ def gated(gate_up: Linear, x: jax.Array, num_live: jax.Array | None = None) -> j
     `num_live` as for `product`.
     """
     weight = gate_up.weight[...]
-    if gate_up.is_plain and traced_platform() == "cpu" and cpu.can_gate(x, weight):
+    if gate_up.is_plain and cpu.can_gate(x, weight):
         return cpu.gated_product(x, weight, num_live=num_live)
     return swiglu(gate_up(x, num_live))
 

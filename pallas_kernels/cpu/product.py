@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.cpu.library import is_loaded
+from pallas_kernels.platform import traced_platform
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
-
 
 type _Three = tuple[jax.Array, jax.Array, jax.Array]  # x, weight, live rows i32[1]
 
@@ -19,8 +19,16 @@ _MOST_LANES = 16  # float32 numbers in the longest vector; gated outputs come in
 
 
 def can_multiply(x: jax.Array, weight: jax.Array) -> bool:
-    """True when `product` takes these: the kernels are loaded, both float32 or both bfloat16."""
-    return is_loaded() and x.dtype in _DTYPES and weight.dtype == x.dtype
+    """True when `product` takes these: both float32 or both bfloat16, and the kernels are loaded.
+
+    They are not where the code is traced for another device.
+    """
+    return (
+        is_loaded()
+        and traced_platform() == "cpu"
+        and x.dtype in _DTYPES
+        and weight.dtype == x.dtype
+    )
 
 
 def can_gate(x: jax.Array, weight: jax.Array) -> bool:
