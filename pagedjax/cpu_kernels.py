@@ -33,7 +33,7 @@ def prepare(store: ProgramStore | None) -> str:
     if device.platform() != "cpu":
         return "XLA"
     if cpu.is_loaded():  # and stays in use, whatever was set meanwhile
-        return "own kernels, loaded by an earlier start of this process"
+        return _own(cpu.loaded_compiler())
     if not environment.read().cpu_kernels:
         return "XLA (PAGEDJAX_CPU_KERNELS is off)"
     if jax.local_device_count() > 1:
@@ -46,7 +46,11 @@ def prepare(store: ProgramStore | None) -> str:
     except BuildError as error:
         logger.warning("products are XLA's, and slower: %s", error)
         return f"XLA ({recipe.compiler} cannot build faster ones)"
-    return f"own kernels, built by {recipe.compiler}"
+    return _own(recipe.compiler)
+
+
+def _own(compiler: str) -> str:
+    return f"own kernels, built by {compiler}"
 
 
 def _load(recipe: Recipe, store: ProgramStore | None) -> None:

@@ -209,9 +209,7 @@ def make_plan(
             f"{_gib(target.memory.free)} are free on {target.name}. Choose a smaller `dtype`, or a "
             "device with more memory."
         )
-    products = cpu_kernels.prepare(open_store()) if target.is_here else "XLA"
-    if target.platform == "cpu" and not target.is_here:
-        products = "XLA, or own kernels where there is a C++ compiler"
+    products = _products(target)
     with _traced_for(target):
         sizes = decide(flat, options, facts, _with_weights(target, flat.num_bytes))
     longest = sizes.config.max_model_len
@@ -228,6 +226,14 @@ def make_plan(
         products=products,
         length=length,
     )
+
+
+def _products(target: Target) -> str:
+    """What computes them; on the device at hand, kernels are made ready for that."""
+    if target.is_here:
+        return cpu_kernels.prepare(open_store())
+    is_cpu = target.platform == "cpu"
+    return "XLA, or own kernels where there is a C++ compiler" if is_cpu else "XLA"
 
 
 def described(platform: Platform, memory_bytes: int) -> Target:

@@ -6,7 +6,15 @@ speed: `is_loaded()` is False, and callers use XLA.
 """
 
 from pallas_kernels.cpu.attention import attention, attention_limit
-from pallas_kernels.cpu.library import BuildError, Recipe, find_recipe, is_loaded, load, loaded_key
+from pallas_kernels.cpu.library import (
+    BuildError,
+    Recipe,
+    find_recipe,
+    is_loaded,
+    load,
+    loaded_compiler,
+    loaded_key,
+)
 from pallas_kernels.cpu.product import can_gate, can_multiply, gated_product, product
 
 __all__ = [
@@ -20,6 +28,7 @@ __all__ = [
     "gated_product",
     "is_loaded",
     "load",
+    "loaded_compiler",
     "loaded_key",
     "product",
 ]

@@ -32,7 +32,7 @@ _SHOWN = 400  # characters of a compiler's complaint
 
 # JAX's registry of targets belongs to the process, and so does this: what is in it.
 _lock = threading.Lock()
-_loaded: dict[str, ctypes.CDLL] = {}  # by the recipe's key; at most one
+_loaded: dict[str, tuple[str, ctypes.CDLL]] = {}  # by the recipe's key its compiler; at most one
 
 
 class BuildError(Exception):
@@ -112,7 +112,7 @@ def load(recipe: Recipe, library: bytes) -> None:
         for name, function in zip(TARGETS, functions, strict=True):
             capsule = jax.ffi.pycapsule(function)
             jax.ffi.register_ffi_target(name, capsule, platform="cpu")
-        _loaded[recipe.key] = handle
+        _loaded[recipe.key] = recipe.compiler, handle
 
 
 def is_loaded() -> bool:
@@ -123,6 +123,11 @@ def is_loaded() -> bool:
 def loaded_key() -> str:
     """The recipe's key of what is loaded; empty: nothing is."""
     return next(iter(_loaded), "")
+
+
+def loaded_compiler() -> str:
+    """The recipe's compiler of what is loaded, for people; empty: nothing is."""
+    return next(iter(_loaded.values()))[0] if _loaded else ""
 
 
 def _compiler() -> tuple[str, ...] | None:
