@@ -40,6 +40,7 @@ class DeferredInterrupt:
         self._defers = defers
         self._notice = notice
         self._is_pending = False
+        self._is_over = False
         self._was_raised = False  # before `defer`
         self._before: dict[signal.Signals, object] = {}
 
@@ -63,9 +64,13 @@ class DeferredInterrupt:
             self._is_pending = False
             raise KeyboardInterrupt
 
-    def clear(self) -> None:
-        """What is kept was answered by other means."""
+    def finish(self) -> None:
+        """What came was answered by other means, and the result of the work is known.
+
+        One more signal changes nothing; another one still ends what takes too long to close.
+        """
         self._is_pending = self._was_raised = False
+        self._defers = self._is_over = True
 
     def __enter__(self) -> DeferredInterrupt:
         if threading.current_thread() is threading.main_thread():
@@ -85,7 +90,7 @@ class DeferredInterrupt:
         for number, before in self._before.items():
             signal.signal(number, before)  # type: ignore[arg-type] (it came from getsignal)
         self._before.clear()
-        if kind is None:
+        if kind is None and not self._is_over:
             self.check()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -95,7 +100,7 @@ class DeferredInterrupt:
             self._was_raised = True
             raise KeyboardInterrupt
         self._is_pending = True
-        if self._notice:
+        if self._notice and not self._is_over:
             # Not through a buffered stream: the signal may have come in the middle of its work.
             os.write(2, self._notice)
 

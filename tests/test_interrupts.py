@@ -33,6 +33,28 @@ def test_an_interrupt_that_nobody_checked_is_raised_at_the_end() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.parametrize("defers", [True, False])
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_an_interrupt_of_work_that_is_done_changes_nothing_and_says_nothing(
+    defers: bool, is_kept: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with DeferredInterrupt(signal.SIGINT, defers=defers, notice=b"stopping") as interrupt:
+        if is_kept and defers:
+            press(1)
+            capfd.readouterr()
+        interrupt.finish()
+        press(1)
+    assert capfd.readouterr().err == ""
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_still_ends_what_is_being_closed() -> None:
+    with DeferredInterrupt() as interrupt:
+        interrupt.finish()
+        with pytest.raises(KeyboardInterrupt):
+            press(2)
+
+
 def test_a_second_interrupt_is_raised_at_once() -> None:
     with DeferredInterrupt() as interrupt:
         with pytest.raises(KeyboardInterrupt):
@@ -56,7 +78,7 @@ def test_an_interrupt_that_a_garbage_collection_swallowed_is_not_lost() -> None:
         assert not interrupt.is_pending
         interrupt.defer()
         assert interrupt.is_pending
-        interrupt.clear()
+        interrupt.finish()
         interrupt.defer()
         assert not interrupt.is_pending, "it was answered"
 
@@ -118,4 +140,4 @@ def test_a_held_interrupt_goes_to_its_own_handler_at_the_end() -> None:
             press(1)
             assert not interrupt.is_pending
         assert interrupt.is_pending
-        interrupt.clear()
+        interrupt.finish()

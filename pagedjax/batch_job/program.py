@@ -136,7 +136,7 @@ def main(
             say("interrupted before the first line was answered; the same command starts again")
             return INTERRUPTED if is_stream(output_path) else RESUMABLE
         finally:
-            signals.clear()
+            signals.finish()
 
 
 def guarded_main(input_path: str, output_path: str | None, **how: Any) -> int:
