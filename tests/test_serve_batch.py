@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from pagedjax.batch_job import loading, main, progress
-from pagedjax.batch_job.program import JobOptions
+from pagedjax.batch_job.program import JobOptions, Program
 from pagedjax.config import EngineConfig
 from pagedjax.errors import CapacityError, ConfigError, ModelFormatError
 from tests.batch_fakes import FakeLLM
@@ -333,6 +333,29 @@ def test_second_ctrl_c_ends_at_once(
     monkeypatch.setattr(loading, "load", lambda model, options: llm)
     assert main(str(requests), str(tmp_path / "out"), model="m", options={}) == 75
     assert "interrupted. The answers so far" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_while_a_finished_job_closes_its_files_changes_nothing(
+    number: signal.Signals,
+    requests: Path,
+    loaded: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run, out = Program.run, requests.parent / "out"
+
+    def run_and_close(program: Program, *paths: Any) -> int:
+        program._stack.callback(os.kill, os.getpid(), number)
+        return run(program, *paths)
+
+    monkeypatch.setattr(Program, "run", run_and_close)
+    assert main(str(requests), str(out), model="m", options={}) == 0
+    assert len(rows(out)) == 2
+    shown = capfd.readouterr().err
+    assert "2 answered, 0 failed" in shown
+    assert "stopping" not in shown
 
 
 @pytest.mark.usefixtures("ctrl_c")
