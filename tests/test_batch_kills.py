@@ -52,15 +52,18 @@ def kill_at_random(job: Job, numbers: Signals, answers_per_run: int) -> int:
     else:
         job.wait_for_answers(job.rng.randint(0, answers_per_run), time.monotonic() + 60)
         time.sleep(job.rng.uniform(0.0, 0.005))
-    missing = job.count - job.num_answers()
+    missing = job.count
     for at, number in enumerate(numbers):
         time.sleep(job.rng.uniform(0.0, SECOND) if at else 0.0)
         os.kill(pid, number)  # nothing happens to one that has ended
+        if not at:  # counted when it is sent: a busy machine may let time pass before
+            missing -= job.num_answers()
     status = job.server.wait()
     if not job.out.exists():
         assert job.whole_lines().startswith(before), "an answer that was there is gone"
     if numbers != KILL:
-        shown = job.log.read_text()[said:]
+        # Without a log: it ended before it was the program.
+        shown = job.log.read_text()[said:] if job.log.exists() else ""
         check_stopped(job, numbers, status, missing, shown)
         if status < 0 and not job.out.exists():
             assert len(numbers) > 1 or (not shown and job.written() == before)
@@ -72,7 +75,8 @@ def check_stopped(job: Job, numbers: Signals, status: int, missing: int, shown: 
     told = "run the same command again to continue" in shown or "the same command starts" in shown
     assert status in (3, 75, *(-number for number in numbers)), (status, shown)
     assert told == (status == 75) or len(numbers) > 1, shown
-    assert "Traceback" not in shown or status == -signal.SIGINT, shown
+    # Python's own, of Ctrl-C before the program began; another signal may be what ended it then.
+    assert "Traceback" not in shown or (signal.SIGINT in numbers and status < 0), shown
     if status == 3:
         assert missing <= LAST_STEP, f"a signal was lost while {missing} lines were open: {shown}"
     if status == 75:
