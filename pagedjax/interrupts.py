@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -41,7 +43,7 @@ class DeferredInterrupt:
         self._notice = notice
         self._is_pending = False
         self._is_over = False
-        self._was_raised = False  # before `defer`
+        self._was_raised = False  # by us, in the middle of something
         self._before: dict[signal.Signals, object] = {}
 
     @property
@@ -57,6 +59,19 @@ class DeferredInterrupt:
         """
         self._defers = True
         self._is_pending = self._is_pending or self._was_raised
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within, an error that follows a raised signal becomes the `KeyboardInterrupt` again.
+
+        Libraries that are cut off in the middle, in taking a lock say, may raise one of their own.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not self._was_raised:
+                raise
+            raise KeyboardInterrupt from error
 
     def check(self) -> None:
         """Raises `KeyboardInterrupt` if a signal came since the last check."""

@@ -55,6 +55,27 @@ def test_a_second_interrupt_still_ends_what_is_being_closed() -> None:
             press(2)
 
 
+def press_while_taking(lock: threading.Lock) -> None:
+    try:
+        press(2)
+        lock.acquire()
+    finally:
+        lock.release()  # it was never taken
+
+
+@pytest.mark.parametrize("defers", [True, False])
+def test_an_error_of_what_an_interrupt_cut_off_is_the_interrupt(defers: bool) -> None:
+    with DeferredInterrupt(signal.SIGINT, defers=defers) as interrupt:
+        with pytest.raises(RuntimeError), interrupt.alone():
+            raise RuntimeError  # nobody pressed anything
+        with pytest.raises(KeyboardInterrupt) as raised, interrupt.alone():
+            press_while_taking(threading.Lock())
+        assert isinstance(raised.value.__cause__, RuntimeError)
+        interrupt.finish()
+        with pytest.raises(RuntimeError), interrupt.alone():
+            raise RuntimeError
+
+
 def test_a_second_interrupt_is_raised_at_once() -> None:
     with DeferredInterrupt() as interrupt:
         with pytest.raises(KeyboardInterrupt):

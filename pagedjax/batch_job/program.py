@@ -125,10 +125,11 @@ def main(
     """
     signals = DeferredInterrupt(signal.SIGINT, signal.SIGTERM, defers=False, notice=STOPPING)
     with signals, ExitStack() as stack:
-        stack.enter_context(log_to_stderr())
         try:
-            program = Program(model, options, JobOptions(**how), signals, stack)
-            return program.run(input_path, output_path)
+            with signals.alone():
+                stack.enter_context(log_to_stderr())
+                program = Program(model, options, JobOptions(**how), signals, stack)
+                return program.run(input_path, output_path)
         except (CannotStart, PagedJaxError) as error:
             say(f"error: {error}")
             return NOT_STARTED
@@ -288,13 +289,14 @@ class Program:
             self._answer_on_fleet(llm, source, answers, num_lines, summary)
             return
         max_in_flight = self.how.max_inflight or QUEUE_DEPTH * llm.report.max_num_seqs
-        with Progress(
+        shown = Progress(
             llm.engine.scheduler,
             num_lines,
             num_before=summary.num_before,
             stats=self._stats,
             shows_pages=self.how.page_map,
-        ) as progress:
+        )
+        with self._signals.alone(), shown as progress:
             self._signals.defer()
             run_batch(
                 llm,
@@ -332,9 +334,10 @@ class Program:
     def _answer_on_fleet(
         self, fleet: Any, source: Source, answers: Answers, num_lines: int | None, summary: Summary
     ) -> None:
-        with Progress(
+        shown = Progress(
             fleet.counters, num_lines, num_before=summary.num_before, stats=self._stats
-        ) as progress:
+        )
+        with self._signals.alone(), shown as progress:
             self._signals.defer()
             on_ray.run_on_fleet(
                 fleet,
