@@ -152,9 +152,11 @@ def paged_attention(
             sliding_window=sliding_window,
             soft_cap=soft_cap,
             alibi_slopes=per_head["alibi_slopes"],
+            # What is rounded once more after this comes unrounded.
+            out_dtype=q.dtype if sinks is None and out_dtype == q.dtype else jnp.float32,
         )
         if sinks is not None:
-            out, lse = add_sinks(out.astype(jnp.float32), lse, sinks)
+            out, lse = add_sinks(out, lse, sinks)
     elif chosen == "xla":
         out, lse = paged_attention_xla(
             *arrays,

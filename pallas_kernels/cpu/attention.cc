@@ -40,7 +40,8 @@ struct Problem {
   const int32_t* kv_lens;     // [max_seqs]
   const int32_t* cu_q_lens;   // [max_seqs + 1]
   const float* slopes;        // [num_q_heads], or null
-  T* out;                     // as q
+  void* out;                  // as q, in its dtype or in float32
+  bool out_is_wide;           // float32
   float* lse;                 // [num_tokens, num_q_heads]
   int64_t num_tokens, num_q_heads, num_kv_heads, head_dim, num_pages, page_size, pages_per_seq;
   float scale, soft_cap;  // soft_cap 0: none
@@ -342,15 +343,21 @@ class Attention {
   void finish(const Unit& unit, int64_t row) {
     const int64_t at = row_of(unit, row);
     const float total = scratch_.totals[row], share = total == 0 ? 0.0f : 1.0f / total;
-    const float* from = scratch_.out.data() + row * padded_;
-    T* to = problem_.out + at * problem_.head_dim;
-    int64_t d = 0;
-    for (; d + kLanes <= problem_.head_dim; d += kLanes) {
-      const Floats value = load<Floats>(from + d) * share;
-      store_lanes(to + d, value);
-    }
-    for (; d < problem_.head_dim; ++d) store(to + d, from[d] * share);
+    if (problem_.out_is_wide)
+      write(static_cast<float*>(problem_.out), at, row, share);
+    else
+      write(static_cast<T*>(problem_.out), at, row, share);
     problem_.lse[at] = total != 0 ? scratch_.peaks[row] + std::log(total) : kNone;
+  }
+
+  template <typename Out>
+  void write(Out* to, int64_t at, int64_t row, float share) const {
+    const float* from = scratch_.out.data() + row * padded_;
+    to += at * problem_.head_dim;
+    int64_t d = 0;
+    for (; d + kLanes <= problem_.head_dim; d += kLanes)
+      store_lanes(to + d, load<Floats>(from + d) * share);
+    for (; d < problem_.head_dim; ++d) store(to + d, from[d] * share);
   }
 
   const Problem<T>& problem_;
@@ -465,7 +472,8 @@ template <typename T>
 void attend(ffi::ThreadPool& pool, const Problem<T>& problem, int64_t num_seqs) {
   // Padding rows, and those of sequences that see nothing.
   const int64_t rows = problem.num_tokens * problem.num_q_heads;
-  std::memset(static_cast<void*>(problem.out), 0, rows * problem.head_dim * sizeof(T));
+  const int64_t width = problem.out_is_wide ? sizeof(float) : sizeof(T);
+  std::memset(problem.out, 0, rows * problem.head_dim * width);
   std::fill_n(problem.lse, rows, kNone);
   const Batch<T> batch(problem, num_seqs);
   States states;
@@ -490,7 +498,8 @@ ffi::Error attention_of(ffi::ThreadPool& pool, ffi::AnyBuffer& q, ffi::AnyBuffer
       kv_lens.typed_data(),
       cu_q_lens.typed_data(),
       slopes,
-      static_cast<T*>(out->untyped_data()),
+      out->untyped_data(),
+      out->element_type() == ffi::DataType::F32,
       lse->typed_data(),
       of_q[0],
       of_q[1],
@@ -519,7 +528,8 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv_p
   if (of_q.size() != 3 || of_pages.size() != 5 || of_q[2] != of_pages[4] || of_q[1] % of_pages[2])
     return ffi::Error::InvalidArgument("attention: shapes of q and kv_pages do not agree");
   const auto dtype = q.element_type();
-  if (kv_pages.element_type() != dtype || out->element_type() != dtype)
+  const auto of_out = out->element_type();
+  if (kv_pages.element_type() != dtype || (of_out != dtype && of_out != ffi::DataType::F32))
     return ffi::Error::InvalidArgument("attention: dtypes do not agree");
   const float* slope = slopes.element_count() ? slopes.typed_data() : nullptr;
   const int64_t live = num_seqs.typed_data()[0];

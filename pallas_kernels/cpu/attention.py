@@ -41,17 +41,21 @@ def attention(
     sliding_window: int | None,
     soft_cap: float | None,
     alibi_slopes: jax.Array | None,
+    out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` of what `attention_limit` allows, without sinks.
 
     A row's results are the same bits whatever else is in the batch, however it was cut.
 
+    Args:
+      out_dtype: q's dtype or float32.
+
     Returns:
-      out [num_tokens, num_q_heads, head_dim] in q's dtype, lse f32[num_tokens, num_q_heads].
+      out [num_tokens, num_q_heads, head_dim] in `out_dtype`, lse f32[num_tokens, num_q_heads].
     """
     slopes = jnp.zeros(0, jnp.float32) if alibi_slopes is None else alibi_slopes
     results = (
-        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct(q.shape, out_dtype),
         jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
     )
     call = jax.ffi.ffi_call("pagedjax_attention", results, vmap_method="sequential")
