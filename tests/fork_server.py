@@ -79,12 +79,13 @@ def serve() -> None:
 
     del pagedjax
     warnings.simplefilter("ignore")  # of Python and JAX, about forks among threads: there are none
+    # As on a terminal: what a shell starts in the background has SIGINT ignored. Here, so that no
+    # child lives a moment without it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for line in sys.stdin:
         request = json.loads(line)
         child = os.fork()
         if child == 0:
-            # As on a terminal: what a shell starts in the background has SIGINT ignored.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             os._exit(_run(request))
         print(child, flush=True)
         sys.stdin.readline()
