@@ -79,14 +79,17 @@ def serve() -> None:
 
     del pagedjax
     warnings.simplefilter("ignore")  # of Python and JAX, about forks among threads: there are none
-    # As on a terminal: what a shell starts in the background has SIGINT ignored. Here, so that no
-    # child lives a moment without it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     for line in sys.stdin:
         request = json.loads(line)
+        # Held until the child is whole: Python drops what a signal raises while it forks, and
+        # leaves locks taken that it was to give back.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         child = os.fork()
         if child == 0:
+            # As on a terminal: what a shell starts in the background has SIGINT ignored.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             os._exit(_run(request))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         print(child, flush=True)
         sys.stdin.readline()
         _, status = os.waitpid(child, 0)
@@ -98,6 +101,7 @@ def _run(request: Any) -> int:
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     sys.argv = [str(SCRIPT), *request["arguments"]]
     spec = importlib.util.spec_from_file_location("serve_batch", SCRIPT)
     assert spec is not None
