@@ -65,8 +65,9 @@ def kill_at_random(job: Job, numbers: Signals, answers_per_run: int) -> int:
         # Without a log: it ended before it was the program.
         shown = job.log.read_text()[said:] if job.log.exists() else ""
         check_stopped(job, numbers, status, missing, shown)
-        if status < 0 and not job.out.exists():
-            assert len(numbers) > 1 or (not shown and job.written() == before)
+        if status < 0 and len(numbers) == 1 and not job.out.exists():  # it had not begun
+            assert job.written() == before
+            assert not shown or numbers == INT, shown
     return status
 
 
