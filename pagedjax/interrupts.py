@@ -20,6 +20,7 @@ _DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 class DeferredInterrupt:
     """While open, a first signal is kept until `check`; a second one is raised at once.
 
+    The one after a raised one is kept, too: what unwinds then, removing locks say, is not cut off.
     An interrupt in the middle of a step loses buffers that were donated to it; what ran is then
     computed again. Does nothing outside the main thread, and leaves signals alone that the program
     handles or ignores itself.
@@ -44,6 +45,7 @@ class DeferredInterrupt:
         self._is_pending = False
         self._is_over = False
         self._was_raised = False  # by us, in the middle of something
+        self._unwinds = False  # since then, as far as we know
         self._before: dict[signal.Signals, object] = {}
 
     @property
@@ -111,11 +113,12 @@ class DeferredInterrupt:
     def _note(self, number: int, frame: FrameType | None) -> None:
         del number  # what a signal handler is called with
         is_heard = not _is_in_callback(frame)
-        if is_heard and (self._is_pending or not self._defers):
-            self._was_raised = True
+        if is_heard and (self._is_pending or not self._defers) and not self._unwinds:
+            self._was_raised = self._unwinds = True
             raise KeyboardInterrupt
-        self._is_pending = True
-        if self._notice and not self._is_over:
+        is_first = not self._unwinds
+        self._is_pending, self._unwinds = True, False
+        if self._notice and is_first and not self._is_over:
             # Not through a buffered stream: the signal may have come in the middle of its work.
             os.write(2, self._notice)
 

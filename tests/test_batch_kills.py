@@ -82,7 +82,8 @@ def check_stopped(job: Job, numbers: Signals, status: int, missing: int, shown: 
         assert missing <= LAST_STEP, f"a signal was lost while {missing} lines were open: {shown}"
     if status == 75:
         assert job.written() == job.whole_lines(), "every line is whole"
-        assert ".lock" not in job.side_files()
+        # Of three, the last one may cut off even what the first one ended.
+        assert ".lock" not in job.side_files() or len(numbers) > 2
 
 
 def kill_many(job: Job, kills: int, answers_per_run: int, ways: Sequence[Signals]) -> None:

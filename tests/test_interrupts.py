@@ -28,6 +28,22 @@ def test_an_interrupt_waits_for_the_check() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("defers", [True, False])
+def test_what_unwinds_after_an_interrupt_is_not_cut_off_by_the_next_one(
+    defers: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with DeferredInterrupt(signal.SIGINT, defers=defers, notice=b"stopping") as interrupt:
+        with pytest.raises(KeyboardInterrupt):
+            press(1 + defers)
+        capfd.readouterr()
+        press(1)  # raises nothing
+        assert interrupt.is_pending
+        assert capfd.readouterr().err == ""
+        with pytest.raises(KeyboardInterrupt):
+            press(1)
+        interrupt.finish()
+
+
 def test_an_interrupt_that_nobody_checked_is_raised_at_the_end() -> None:
     with pytest.raises(KeyboardInterrupt), DeferredInterrupt():
         signal.raise_signal(signal.SIGINT)
