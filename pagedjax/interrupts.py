@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -119,8 +119,10 @@ class DeferredInterrupt:
         is_first = not self._unwinds
         self._is_pending, self._unwinds = True, False
         if self._notice and is_first and not self._is_over:
-            # Not through a buffered stream: the signal may have come in the middle of its work.
-            os.write(2, self._notice)
+            # Not through a buffered stream: the signal may have come in the middle of its work. And
+            # whoever reads it may have been ended by the same Ctrl-C.
+            with suppress(OSError):
+                os.write(2, self._notice)
 
 
 def _is_in_callback(frame: FrameType | None) -> bool:

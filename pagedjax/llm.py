@@ -102,7 +102,7 @@ class LLM:
         )
         self._template = _template(chat_template, loaded, self.tokenizer)
         facts = _facts(model, loaded, self.tokenizer, time.monotonic() - started)
-        self._terminal = sys.stderr.isatty()
+        self._terminal = sys.stderr is not None and sys.stderr.isatty()  # pyright: ignore[reportUnnecessaryComparison]
         with _CompileBar(self._terminal if progress is None else progress) as bar:
             self.engine, self.report = start_engine(
                 model if loaded is None else loaded.model, self.tokenizer, config, facts, bar

@@ -6,8 +6,10 @@ can read this file, so that a wrong one finds the right one, or tells where it c
 """
 
 import argparse
+import atexit
 import importlib.util
 import os
+import signal
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -400,14 +402,37 @@ def main() -> int:
     """Runs the program; returns its exit status."""
     options = vars(parser().parse_args())
     ensure_environment()
-    from pagedjax import batch_job
-
     source, output = options.pop("input"), options.pop("output", None)
+    try:
+        from pagedjax import batch_job
+    except KeyboardInterrupt:  # later ones are the job's own matter
+        sys.stderr.write("serve_batch: interrupted before it began\n")
+        return 130 if output is None else 75
     model = options.pop("model", "smollm2-135m-instruct")
     how = {name: options.pop(name) for name in JOB_OPTIONS if name in options}
     run = batch_job.main if how.get("ray") is None else batch_job.guarded_main
     return run(source, output, model=model, options=options, **how)
 
 
+def run_as_program() -> None:
+    """Ends with the status of `main`, which a signal does not change any more when it is known."""
+    atexit.register(_ignore_signals)  # as the first one, it is called last
+    status = main()
+
+    def end(*_: object) -> None:
+        os._exit(status)  # what is still to come, threads that end say, may take long
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, end)
+    sys.exit(status)
+
+
+def _ignore_signals() -> None:
+    """Python gives signals their default actions back before it is at its end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run_as_program()

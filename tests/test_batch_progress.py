@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pagedjax.batch_job import Summary, progress
+from pagedjax.batch_job import Summary, messages, progress
 from pagedjax.batch_job.meter import Meter, duration
 from pagedjax.batch_job.progress import Progress
 from pagedjax.paging import PageAllocator
@@ -136,7 +136,7 @@ def test_a_file_of_figures_is_appended_to(tmp_path: Path) -> None:
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     made = Terminal(80)
-    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=made))
+    monkeypatch.setattr(messages, "sys", SimpleNamespace(stderr=made))
     monkeypatch.setattr(shutil, "get_terminal_size", lambda *_: terminal_size((80, 24)))
     monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (80, 24))
     return made
@@ -162,7 +162,7 @@ def test_terminal_shows_a_bar_and_the_engine(
         assert " 32/100 [" in bar
         assert len(bar) <= 80
         assert figures == "in 0 out 0 tok/s, 0 run 1 wait, KV 50%, prefix hits 25%, 3 preempted"
-        progress.say("a message")
+        messages.say("a message")
         lines = [line for line in terminal.screen() if line]
         assert lines[0] == "serve_batch: a message", "it is above the bar"
         assert lines[1].startswith(" 32%|")

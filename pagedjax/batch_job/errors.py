@@ -11,3 +11,7 @@ class InputChanged(Exception):
 
 class EnginesLost(Exception):
     """No worker of a cluster is left, or the cluster is gone; the text says how that showed."""
+
+
+class UnreadableInput(OSError):
+    """The input cannot be read to its end; the text names it."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.batch_job.errors import CannotStart
-from pagedjax.batch_job.progress import say
+from pagedjax.batch_job.messages import say
 from pagedjax.chat_template import ChatTemplate, encode_chat
 from pagedjax.errors import PagedJaxError
 from pagedjax.tokenizer import TextTokenizer, Tokenizer, encode_prompt

@@ -28,7 +28,7 @@ from pagedjax.batch_job.errors import CannotStart
 from pagedjax.batch_job.job import Summary
 from pagedjax.batch_job.journal import Journal, Recovered, recover
 from pagedjax.batch_job.manifest import Manifest
-from pagedjax.batch_job.progress import say
+from pagedjax.batch_job.messages import say
 from pagedjax.batch_job.source import Source, spool
 
 
@@ -47,8 +47,11 @@ class StreamOutput:
         """Opens it; None: standard output."""
         self.name = "standard output" if path is None else path
         self._is_stdout = path is None
-        self._file: BinaryIO = sys.stdout.buffer
-        if path is not None:
+        if path is None:
+            if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]
+                raise CannotStart("standard output is closed: give --output a file.")
+            self._file: BinaryIO = sys.stdout.buffer
+        else:
             try:
                 self._file = stack.enter_context(Path(path).open("ab", buffering=0))  # noqa: SIM115
             except OSError as error:
@@ -84,7 +87,10 @@ def is_stream(path: str | None) -> bool:
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
-_SUFFIXES = (".partial", ".manifest.json", ".lock", ".input", ".input.new")
+_SUFFIXES = (
+    ".partial", ".partial.sorted", ".manifest.json", ".manifest.json.new", ".lock", ".input",
+    ".input.new",
+)  # fmt: skip
 
 
 class FileOutput:
@@ -247,6 +253,7 @@ class FileOutput:
 
 def files_of(path: str) -> list[str]:
     """The output and every file that a job keeps beside it, whether they exist or not."""
+    path = os.path.realpath(path)
     return [path, *(path + suffix for suffix in _SUFFIXES)]
 
 

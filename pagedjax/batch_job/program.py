@@ -14,15 +14,16 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from pagedjax.batch_job import loading, manifest, on_ray
 from pagedjax.batch_job.answers import Answers
-from pagedjax.batch_job.errors import CannotStart, EnginesLost, InputChanged
+from pagedjax.batch_job.errors import CannotStart, EnginesLost, InputChanged, UnreadableInput
 from pagedjax.batch_job.job import Summary, all_answered, run_batch
+from pagedjax.batch_job.messages import fill_closed_streams, say
 from pagedjax.batch_job.meter import duration
 from pagedjax.batch_job.output import (
     FileOutput,
@@ -33,7 +34,7 @@ from pagedjax.batch_job.output import (
     manifest_of,
 )
 from pagedjax.batch_job.precheck import Precheck, check_lines
-from pagedjax.batch_job.progress import Progress, log_to_stderr, say, stats_file
+from pagedjax.batch_job.progress import Progress, log_to_stderr, stats_file
 from pagedjax.batch_job.source import Source, open_source
 from pagedjax.config import EngineConfig
 from pagedjax.errors import IntegrityError, PagedJaxError
@@ -123,18 +124,23 @@ def main(
       options: of the engine, see `pagedjax.config.EngineConfig`.
       how: see `JobOptions`.
     """
+    fill_closed_streams()
     signals = DeferredInterrupt(signal.SIGINT, signal.SIGTERM, defers=False, notice=STOPPING)
+    begun = _Begun()
     with signals, ExitStack() as stack:
         try:
             with signals.alone():
                 stack.enter_context(log_to_stderr())
-                program = Program(model, options, JobOptions(**how), signals, stack)
+                program = Program(model, options, JobOptions(**how), signals, stack, begun)
                 return program.run(input_path, output_path)
         except (CannotStart, PagedJaxError) as error:
             say(f"error: {error}")
             return NOT_STARTED
+        except InputChanged:
+            say(f"error: the input {input_path} was written while it was read")
+            return BROKEN_OFF if is_stream(output_path) else RESUMABLE
         except KeyboardInterrupt:
-            say("interrupted before the first line was answered; the same command starts again")
+            say(f"interrupted{begun.then()}")
             return INTERRUPTED if is_stream(output_path) else RESUMABLE
         finally:
             signals.finish()
@@ -142,11 +148,25 @@ def main(
 
 def guarded_main(input_path: str, output_path: str | None, **how: Any) -> int:
     """Does what `main` does, in a process of its own that Ray may end."""
+    fill_closed_streams()
     return on_ray.guarded(
         lambda: main(input_path, output_path, **how),
         frozenset({OK, NOT_STARTED, SOME_FAILED, BROKEN_OFF, RESUMABLE, INTERRUPTED}),
         BROKEN_OFF if is_stream(output_path) else RESUMABLE,
         _LOST,
+    )
+
+
+@dataclass(slots=True)
+class _Begun:
+    """How a program that is interrupted can be continued, as far as it has come.
+
+    Attributes:
+      then: what follows "interrupted" in the message.
+    """
+
+    then: Callable[[], str] = lambda: (
+        " before the first line was answered; the same command starts again"
     )
 
 
@@ -160,23 +180,23 @@ class Program:
         how: JobOptions,
         signals: DeferredInterrupt,
         stack: ExitStack,
+        begun: _Begun,
     ) -> None:
-        self._model, self._options, self.how = model, options, how
+        self._model, self._options, self.how, self.begun = model, options, how, begun
         self._config = EngineConfig.from_options(options)
         self._signals, self._stack = signals, stack
-        self._stats = stack.enter_context(stats_file(how.stats))
+        self._stats: TextIO | None = None
 
     def run(self, input_path: str, output_path: str | None) -> int:
         """Does what was asked; returns the exit status."""
         source = open_source(input_path, self._stack)
-        others = [
-            input_path,
-            self.how.stats,
-            *([] if output_path is None else files_of(output_path)),
-        ]
+        others = [input_path, *([] if output_path is None else files_of(output_path))]
         if self.how.ray is not None and self._config.event_log is not None:
             raise CannotStart("--event-log must be used without --ray: it is one engine's log.")
-        _check_event_log(self._config.event_log, others)
+        _check_own_file("the event log", self._config.event_log, [*others, self.how.stats])
+        _check_event_log(self._config.event_log)
+        _check_own_file("--stats", self.how.stats, [*others, self._config.event_log])
+        self._stats = self._stack.enter_context(stats_file(self.how.stats))
         if self.how.check:
             return self._check(source, output_path)
         if is_stream(output_path):
@@ -190,7 +210,10 @@ class Program:
     def _check(self, source: Source, output_path: str | None) -> int:
         """Says what would run, and how long that takes."""
         text = loading.read_text(self._model, self._options)
-        found = check_lines(source.lines(), text)
+        try:
+            found = check_lines(source.lines(), text)
+        except UnreadableInput as error:
+            raise CannotStart(str(error)) from error
         for line in found.lines():
             say(line)
         say(found.sentence())
@@ -367,6 +390,7 @@ class _FileJob:
         program, output = self._program, self._output
         summary = Summary()
         if stage is Stage.BEGUN:
+            program.begun.then = lambda: f". {self._then()}"
             journal, found = output.resume()
             summary = Summary(answered_before=found.answered, failed_before=found.failed)
             self._tell_resumed(summary, found.num_cut)
@@ -380,6 +404,7 @@ class _FileJob:
             answers = found.requests + found.num_bad
             llm = program.load(self._source) if answers else None
             journal = output.begin(replace(job, input={**job.input, "answers": answers}))
+            program.begun.then = lambda: f". {self._then()}"
         try:
             return self._finish(llm, journal, summary, job.input["lines"])
         finally:
@@ -399,6 +424,9 @@ class _FileJob:
                 output.publish(journal, summary, ordered=self._how.ordered)
         except KeyboardInterrupt:
             summary.interrupted = True
+        except UnreadableInput as error:
+            say(f"error: {error}. {self._then()}")
+            return RESUMABLE
         except OSError as error:
             say(f"error: cannot write {output.path}: {error.strerror or error}. {self._then()}")
             return RESUMABLE
@@ -422,33 +450,38 @@ class _FileJob:
         return SOME_FAILED if summary.any_failed else OK
 
     def _then(self) -> str:
-        return (
-            f"The answers so far are in {self._output.partial}; "
-            "run the same command again to continue."
-        )
+        partial = self._output.partial
+        where = f"The answers so far are in {partial}" if partial.exists() else "It was at its end"
+        return f"{where}; run the same command again to continue."
 
     def _tell_resumed(self, summary: Summary, num_cut: int) -> None:
         cut = f"; {num_cut} bytes of a torn line were cut" if num_cut else ""
         say(f"continuing {self._output.path}: {summary.num_before} lines are answered{cut}")
 
 
-def _check_event_log(path: str | None, others: Iterable[str | None]) -> None:
-    """What would stop the engine after it loaded the model, or destroy another file."""
+def _check_own_file(what: str, path: str | None, others: Iterable[str | None]) -> None:
+    """What would destroy another file of the job."""
+    for other in others:
+        if path is not None and other is not None and _is_same_file(path, other):
+            raise CannotStart(
+                f"{what} {path} must be a file of its own, not the input, the output, a file "
+                "beside it, the event log or that of --stats."
+            )
+
+
+def _check_event_log(path: str | None) -> None:
+    """What would stop the engine after it loaded the model."""
     if path is None:
         return
-    for other in others:
-        if other is not None and _is_same_file(path, other):
-            raise CannotStart(
-                f"the event log {path} must be a file of its own, not the input, the output, a "
-                "file beside it or that of --stats."
-            )
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path) or not os.path.isdir(folder):
         raise CannotStart(f"the event log {path} must be a file in a folder that exists.")
 
 
 def _is_same_file(path: str, other: str) -> bool:
-    """Whether two names mean one file, even one that does not exist yet."""
+    """Whether two names mean one file, even one that does not exist yet; a device is none."""
+    if is_stream(path):
+        return False
     if os.path.realpath(path) == os.path.realpath(other):
         return True
     return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from tqdm import tqdm
 from pagedjax import environment, page_map
 from pagedjax.batch_job.errors import CannotStart
 from pagedjax.batch_job.job import Summary
+from pagedjax.batch_job.messages import STANDARD_ERROR, say
 from pagedjax.batch_job.meter import Figures, Meter
 
 LINE_SECONDS = 10.0  # between progress lines where there is no terminal
@@ -30,11 +30,6 @@ MAP_SHARE = 0.02  # of the time goes into drawing page maps at most
 MAP_ROWS = 8
 
 logger = logging.getLogger("pagedjax")
-
-
-def say(text: str) -> None:
-    """A message for the user, above a bar if there is one."""
-    tqdm.write(f"serve_batch: {text}", file=sys.stderr)
 
 
 class Progress:
@@ -62,7 +57,7 @@ class Progress:
         self._stats = stats
         self._figures: Figures | None = None
         self._screen = None
-        if sys.stderr.isatty():
+        if STANDARD_ERROR.isatty():
             self._screen = _Screen(num_lines, num_before, scheduler if shows_pages else None)
         elif shows_pages:
             say("--page-map draws on terminals only")
@@ -139,7 +134,7 @@ class _Screen:
             total=num_lines,
             initial=num_before,
             unit="line",
-            file=sys.stderr,
+            file=STANDARD_ERROR,
             dynamic_ncols=True,
             bar_format=None
             if num_lines is None
@@ -186,7 +181,7 @@ def pages_of(scheduler: Any, *, width: int) -> list[str]:
 def _text_line(position: int) -> Any:
     """A line of text at a fixed place below the bar."""
     return tqdm(
-        bar_format="{desc}", position=position, leave=False, file=sys.stderr, dynamic_ncols=True
+        bar_format="{desc}", position=position, leave=False, file=STANDARD_ERROR, dynamic_ncols=True
     )
 
 
@@ -196,7 +191,7 @@ class _BarSafeHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a record above the bar."""
         if record.module != "throughput":
-            tqdm.write(self.format(record), file=sys.stderr)
+            tqdm.write(self.format(record), file=STANDARD_ERROR)
 
 
 @contextmanager

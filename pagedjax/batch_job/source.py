@@ -14,12 +14,12 @@ import stat
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from pagedjax.batch_job import files
-from pagedjax.batch_job.errors import CannotStart
+from pagedjax.batch_job.errors import CannotStart, UnreadableInput
 from pagedjax.batch_job.lines import read_lines
 
 STDIN = "-"
@@ -76,13 +76,13 @@ class Source:
         }
 
     def lines(self) -> Iterator[bytes]:
-        """The lines, from the first one where that is possible."""
+        """The lines, from the first one where that is possible; raises `UnreadableInput`."""
         if self.is_regular:
             self._file.seek(0)
         try:
             yield from read_lines(self._file)
-        except (EOFError, zlib.error) as error:
-            raise OSError(f"the input {self.name} is damaged: {error}") from error
+        except (EOFError, zlib.error, OSError) as error:
+            raise UnreadableInput(self._unreadable(error)) from error
 
     def chunks(self) -> Iterator[bytes]:
         """The bytes from here on, unpacked; raises `CannotStart`."""
@@ -90,8 +90,11 @@ class Source:
             while chunk := self._file.read(_CHUNK):
                 yield chunk
         except (EOFError, zlib.error, OSError) as error:
-            what = error.strerror if isinstance(error, OSError) else None
-            raise CannotStart(f"cannot read the input {self.name}: {what or error}") from error
+            raise CannotStart(self._unreadable(error)) from error
+
+    def _unreadable(self, error: Exception) -> str:
+        what = error.strerror if isinstance(error, OSError) else None
+        return f"cannot read the input {self.name}: {what or error}"
 
 
 def _stamp(found: os.stat_result) -> tuple[int, int]:
@@ -101,6 +104,8 @@ def _stamp(found: os.stat_result) -> tuple[int, int]:
 def open_source(path: str, stack: ExitStack) -> Source:
     """Opens a file or, for "-", standard input; raises `CannotStart`."""
     if path == STDIN:
+        if sys.stdin is None:  # pyright: ignore[reportUnnecessaryComparison] (Python does that)
+            raise CannotStart("standard input is closed: give a file of requests.")
         return Source("standard input", sys.stdin.buffer)
     if path.lower().startswith(("http://", "https://")):
         raise CannotStart(f"the input must be a local file. Got the address {path}.")
@@ -119,7 +124,7 @@ def spool(source: Source, path: Path, kept: Path, stack: ExitStack) -> Source:
       path: of the copy, which is removed at the end unless it was renamed.
       kept: of an earlier run; the copy's name when a job begins.
     """
-    stack.callback(files.remove, path)
+    stack.callback(_discard, path)
     try:
         with path.open("wb") as file:
             for chunk in source.chunks():
@@ -131,3 +136,9 @@ def spool(source: Source, path: Path, kept: Path, stack: ExitStack) -> Source:
         return Source(source.name, stack.enter_context(chosen.open("rb")), kept)
     except OSError as error:
         raise CannotStart(f"cannot keep the input in {path}: {error.strerror}") from error
+
+
+def _discard(path: Path) -> None:
+    """Removes a file that only lies in the way, at a moment when the job's result is known."""
+    with suppress(OSError):
+        files.remove(path)

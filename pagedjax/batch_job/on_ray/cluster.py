@@ -9,7 +9,6 @@ import importlib
 import logging
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.batch_job.errors import CannotStart
+from pagedjax.batch_job.messages import STANDARD_ERROR
 
 LOCAL = ""  # the address of a cluster that is started here
 OBJECT_STORE_BYTES = 256 * 2**20  # of a cluster that is started here: only texts go through it
@@ -171,7 +171,7 @@ def _without_stdout() -> Iterator[None]:
 @contextmanager
 def _silence() -> Iterator[None]:
     """Ray's C++ half writes past Python to standard error; what fails is raised all the same."""
-    sys.stderr.flush()
+    STANDARD_ERROR.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     os.close(nowhere)

@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable
 from types import FrameType
 
+from pagedjax.batch_job.messages import STANDARD_ERROR
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -42,7 +44,7 @@ def guarded(run: Callable[[], int], statuses: frozenset[int], lost: int, message
     if status in statuses:
         return status
     how = f"signal {-status}" if status < 0 else f"exit status {status}"
-    print(message.format(how=how), file=sys.stderr)
+    print(message.format(how=how), file=STANDARD_ERROR)
     return lost
 
 
@@ -53,11 +55,12 @@ def _run(run: Callable[[], int], alive: int) -> None:
         os.setpgid(0, 0)  # Ctrl-C in a terminal comes through the guard, and once only
         threading.Thread(target=_end_with_guard, args=(alive,), daemon=True).start()
         status = run()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] (it was closed)
+            sys.stdout.flush()
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stderr.flush()
+        STANDARD_ERROR.flush()
         os._exit(status)
 
 
