@@ -24,6 +24,7 @@ from pagedjax.plan import StepPlan, StepResult
 from pagedjax.request import FinishReason, Request, SamplingParams, Sequence
 from pagedjax.scheduler import Scheduler
 from pagedjax.scheduling import pages_to_come
+from pallas_kernels import cpu
 from tests.event_logs import Events
 from tests.fake_runner import FakeRunner, check_plan, plain_answer
 from tests.helpers import VOCAB as MODEL_VOCAB
@@ -38,11 +39,11 @@ MODES = ("auto", "swap", "recompute")
 WAYS = list(product(POOLS, MODES, (True, False), (True, False), (True, False)))
 NUM_TRACES = 500
 MAX_STEPS = 5_000
-# Of logprobs. Steps have other shapes, so sums run in another order: units in the last place of a
-# random model's large logits (34 of 136,334 are beyond 1e-5, the farthest 2.7e-5). Who needs equal
-# bits has `batch_invariant`.
+# Of logprobs. Through XLA, steps of other shapes add in another order: units in the last place of a
+# random model's large logits (34 of 136,334 are beyond 1e-5, the farthest 2.7e-5). The kernels for
+# a CPU compute each row for itself. Who needs equal bits has `batch_invariant`.
 TOLERANCE = 1e-5
-MOST = 4e-5  # of any; and no more than one in 1,000 is beyond TOLERANCE
+XLA_MOST = 4e-5  # of any; and no more than one in 1,000 is beyond TOLERANCE
 
 
 @pytest.fixture(autouse=True)
@@ -246,11 +247,13 @@ class Differences:
     num_preemptions: int = 0
 
     def check(self) -> None:
-        """Nearly all within the tolerance, and none far from it."""
+        """All within the tolerance; through XLA nearly all, and none far from it."""
         beyond = [difference for difference in self.all if difference > TOLERANCE]
         assert len(self.all) > 10_000
+        if cpu.is_loaded():
+            assert not beyond
         assert len(beyond) <= len(self.all) // 1_000, beyond
-        assert max(self.all) <= MOST
+        assert max(self.all) <= XLA_MOST
 
 
 def compare(found: dict[str, Any], unhurried: dict[str, Any], seen: Differences) -> None:
