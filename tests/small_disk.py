@@ -33,6 +33,7 @@ class SmallDisk:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         self.folder = Path(f"/proc/{self._shell.pid}/root{mount_point}")
+        self.need("true")  # root without the right to mount has no shell
 
     def close(self) -> None:
         """Ends the shell, and with it the file system."""
@@ -89,30 +90,32 @@ class MemoryDisk(SmallDisk):
 
     def remount(self, options: str) -> None:
         """Changes it, e.g. "size=1m" or "ro"."""
-        self.do(f"mount -o remount,{options} '{self._mount_point}'")
+        # Without the source, `mount` adds the options that it finds in the list of mounts: the
+        # owner is among them, as a number that a user namespace does not know.
+        self.do(f"mount -o remount,{options} none '{self._mount_point}'")
 
 
 class FaultyDisk(SmallDisk):
     """An ext4 in a file, which `fail` makes read-only under whoever writes to it."""
 
     def __init__(self, mount_point: Path, image: Path, size: int) -> None:
-        """Makes one of `size` bytes."""
-        super().__init__(mount_point)
+        """Makes one of `size` bytes; skips the test where the kernel offers no error to cause."""
         if shutil.which("mkfs.ext4") is None or shutil.which("e2fsck") is None:
-            self.close()
             pytest.skip("needs the programs mkfs.ext4 and e2fsck")
+        super().__init__(mount_point)
         with image.open("wb") as file:
             file.truncate(size)
         self._image = image
-        self.do(f"mkfs.ext4 -q -b 1024 '{image}'")
+        self.need(f"mkfs.ext4 -q -b 1024 '{image}'")
         self.need(f"mount -o loop,errors=remount-ro '{image}' '{mount_point}'")
+        trigger = self._trigger()
+        if not os.access(trigger, os.W_OK):  # /sys may be read-only, or not be there
+            self.close()
+            pytest.skip(f"may not write {trigger}")
 
     def fail(self) -> None:
         """An error of the file system, as a broken disk makes it: nothing is written any more."""
-        self.do(
-            f"echo 1 > /sys/fs/ext4/$(basename $(findmnt -no SOURCE '{self._mount_point}'))"
-            "/trigger_fs_error"
-        )
+        self._trigger().write_text("1")
 
     def mend(self) -> None:
         """What an administrator does then."""
@@ -120,3 +123,9 @@ class FaultyDisk(SmallDisk):
         # 1: errors were mended.
         self.do(f"{{ e2fsck -fy '{self._image}' || test $? -eq 1; }}")
         self.do(f"mount -o loop,errors=remount-ro '{self._image}' '{self._mount_point}'")
+
+    def _trigger(self) -> Path:
+        """The kernel's file that causes an error; each mount may be on another loop device."""
+        device = self.folder.stat().st_dev
+        block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+        return Path("/sys/fs/ext4") / block.name / "trigger_fs_error"
