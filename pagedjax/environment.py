@@ -18,7 +18,7 @@ from pathlib import Path
 class Environment:
     """What the environment says."""
 
-    cache_dir: Path | None  # None: keep no compiled programs
+    cache_dir: Path | None  # None: keep no compiled programs; `~` as it is: there may be no home
     cpu_kernels: bool  # use our own where they can be built
     no_color: bool
 
@@ -33,6 +33,5 @@ def read() -> Environment:
 def _cache_dir() -> Path | None:
     given = os.environ.get("PAGEDJAX_CACHE_DIR")
     if given is not None:
-        return Path(given).expanduser() if given else None
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "pagedjax"
+        return Path(given) if given else None
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "pagedjax"

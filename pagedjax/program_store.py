@@ -134,12 +134,17 @@ class ProgramStore:
 def open_folder(folder: Path) -> Path | None:
     """Makes the folder if need be; None, with a warning, unless only this user may write it."""
     try:
+        folder = folder.expanduser()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner(folder.stat(), folder)
         if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             raise PermissionError(f"{folder} cannot be written")
     except OSError as error:
         logger.warning("not keeping compiled programs: %s", error)
+        return None
+    except RuntimeError:  # of `~somebody`; or no HOME, and a user unknown here, as in containers
+        why = "no home directory for %s is known; set PAGEDJAX_CACHE_DIR to a folder"
+        logger.warning(f"not keeping compiled programs: {why}", folder)
         return None
     return folder
 

@@ -5,8 +5,10 @@ shared fakes live in `tests/helpers.py`.
 """
 
 import os
+import pwd
 import signal
 from pathlib import Path
+from typing import NoReturn
 
 # Before the first `import jax` anywhere: JAX reads its platform when it is imported. A developer
 # with an accelerator overrides it: `JAX_PLATFORMS=cuda scripts/test -m gpu`.
@@ -77,6 +79,17 @@ def cpu_kernels() -> None:
     answer = kernels_of_a_cpu.prepare(startup.open_store())
     if not cpu.is_loaded():
         pytest.skip(f"the kernels of a CPU are not to be had: {answer}")
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~` stands for nothing: no HOME, and a user whom the system does not know."""
+
+    def refuse(user: object) -> NoReturn:
+        raise KeyError(user)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", refuse)
 
 
 @pytest.fixture

@@ -24,7 +24,10 @@ def resolve_model(name: str | Path) -> Path:
     Raises:
       ModelFormatError: there is no such model; the message says what would be.
     """
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except (RuntimeError, ValueError):  # no such home directory: a name like others
+        path = Path(name)
     if path.is_dir() or path.is_file():
         return path
     text = str(name)

@@ -31,6 +31,19 @@ def test_unknown_names_say_what_would_do(name: str, tmp_path: Path, monkeypatch:
         resolve_model(name)
 
 
+def test_a_name_may_be_in_a_home_directory(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "model").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_model("~/model") == tmp_path / "model"
+
+
+@pytest.mark.usefixtures("no_home")
+@pytest.mark.parametrize("name", ["~/model", "~no-such-user/model", "~\0/model"])
+def test_a_home_directory_that_nobody_knows_is_no_file_or_directory(name: str) -> None:
+    with pytest.raises(ModelFormatError, match="there is no such file or directory"):
+        resolve_model(name)
+
+
 def test_bundled_model_is_found_without_importing_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
