@@ -6,12 +6,14 @@ kept between runs is the caller's business; here it is bytes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -28,6 +30,7 @@ _COMPILERS = ("c++", "g++", "clang++")
 # No option that lets the order of a sum change: results must not depend on the tile they are in.
 _OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 _TIMEOUT = 300.0  # seconds; compiling takes four
+_PATIENCE = 5.0  # seconds until a killed compiler must be gone
 _SHOWN = 400  # characters of a compiler's complaint
 
 # JAX's registry of targets belongs to the process, and so does this: what is in it.
@@ -63,7 +66,7 @@ class Recipe:
             with tempfile.TemporaryDirectory(prefix="pagedjax-") as folder:
                 library = Path(folder) / "kernels.so"
                 sources = [str(path) for path in _sources(".cc")]
-                _run([*self.command, *sources, "-o", str(library)])
+                _run([*self.command, *sources, "-o", str(library)], folder)
                 return library.read_bytes()
         except OSError as error:
             raise BuildError(f"what {self.compiler} makes cannot be kept: {error}") from error
@@ -153,15 +156,41 @@ def _sources(*suffixes: str) -> list[Path]:
     return sorted(path for path in _FOLDER.iterdir() if path.suffix in suffixes)
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], temporary: str | None = None) -> str:
+    """What a compiler prints; `temporary` is the folder for what its programs hand on."""
+    folder = {} if temporary is None else {"TMPDIR": temporary}
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT, check=False)
+        # A session of its own: the compiler starts others, and they all end with it. Ctrl-C, which
+        # a terminal sends to ours alone, ends them through `_communicate`.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **folder},
+            start_new_session=True,
+        )
+        stdout, stderr = _communicate(process)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} did not run: {error}") from error
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip()
-        raise BuildError(f"{command[0]} ended with {done.returncode}: {said[:_SHOWN]}")
-    return done.stdout.decode(errors="replace")
+    if process.returncode:
+        said = stderr.decode(errors="replace").strip()
+        raise BuildError(f"{command[0]} ended with {process.returncode}: {said[:_SHOWN]}")
+    return stdout.decode(errors="replace")
+
+
+def _communicate(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """What a process prints until its end; whatever breaks the wait off ends its whole group."""
+    with process:
+        try:
+            return process.communicate(timeout=_TIMEOUT)
+        except BaseException:  # KeyboardInterrupt, too
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            # Until the last one has closed its end: none writes into a folder that is removed.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_PATIENCE)
+            raise
 
 
 def _open(data: bytes) -> ctypes.CDLL:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -130,6 +134,67 @@ def test_a_compiler_that_is_gone_or_never_ends_is_an_error(
     (only / "c++").unlink()
     with pytest.raises(BuildError, match=r"c\+\+ did not run"):
         recipe.build()
+
+
+def hanging_compiler(only: Path, told: Path) -> Recipe:
+    """One that has a file and a child, both of which it tells, and waits for the child."""
+    child = 'echo > "$TMPDIR/cc.s"; /bin/sleep 60 & echo "$! $TMPDIR" >'
+    write_compiler(only / "c++", build=f"{child} '{told}'; wait")
+    return found()
+
+
+def assert_all_gone(told: Path) -> None:
+    child, folder = told.read_text().split()
+    assert not Path(folder).exists()
+    until = time.monotonic() + 10.0
+    while is_running(int(child)):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except ProcessLookupError:
+        return False
+    except FileNotFoundError:  # it is gone by now, or this is macOS, whose init is quick
+        return not Path("/proc").is_dir()
+    return state not in "ZX"  # dead, and nobody has asked how
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_ends_the_compiler_and_what_it_started(only: Path, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    recipe = hanging_compiler(only, told)
+    main = threading.get_ident()
+
+    def press() -> None:
+        until = time.monotonic() + 60.0
+        while not told.exists() or not told.read_text():
+            if time.monotonic() > until:
+                return
+            time.sleep(0.01)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        recipe.build()
+    presser.join()
+    assert_all_gone(told)
+
+
+def test_a_compiler_that_never_ends_is_ended_in_any_thread(
+    only: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "told"
+    recipe = hanging_compiler(only, told)
+    monkeypatch.setattr(library, "_TIMEOUT", 1.0)
+    with ThreadPoolExecutor() as pool, pytest.raises(BuildError, match="timed out"):
+        pool.submit(recipe.build).result()
+    if told.exists():  # else it was ended before it had a child
+        assert_all_gone(told)
 
 
 def test_without_room_for_the_library_nothing_is_built(
