@@ -46,6 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kill_at_random(job: Job, numbers: Signals, answers_per_run: int) -> int:
     """One run that signals end, if it does not end before; returns its exit status."""
     before, said = job.whole_lines(), job.log.stat().st_size if job.log.exists() else 0
+    was_locked = ".lock" in job.side_files()  # by a run that was killed
     pid = job.start()
     if job.rng.random() < 0.2:
         time.sleep(job.rng.uniform(0.0, STARTING))
@@ -65,6 +66,8 @@ def kill_at_random(job: Job, numbers: Signals, answers_per_run: int) -> int:
         # Without a log: it ended before it was the program.
         shown = job.log.read_text()[said:] if job.log.exists() else ""
         check_stopped(job, numbers, status, missing, shown)
+        if status == 75:
+            check_unlocked(job, numbers, was_locked and "before the first line" in shown)
         if status < 0 and len(numbers) == 1 and not job.out.exists():  # it had not begun
             assert job.written() == before
             assert not shown or numbers == INT, shown
@@ -82,8 +85,12 @@ def check_stopped(job: Job, numbers: Signals, status: int, missing: int, shown: 
         assert missing <= LAST_STEP, f"a signal was lost while {missing} lines were open: {shown}"
     if status == 75:
         assert job.written() == job.whole_lines(), "every line is whole"
-        # Of three, the last one may cut off even what the first one ended.
-        assert ".lock" not in job.side_files() or len(numbers) > 2
+
+
+def check_unlocked(job: Job, numbers: Signals, came_before_the_lock: bool) -> None:
+    """No lock file stays, but where the run never had it."""
+    # Of three signals the last one may cut off even what the first one ended.
+    assert ".lock" not in job.side_files() or came_before_the_lock or len(numbers) > 2
 
 
 def kill_many(job: Job, kills: int, answers_per_run: int, ways: Sequence[Signals]) -> None:
