@@ -48,7 +48,7 @@ from scripts.length_distributions import (
     read_trace,
 )
 from scripts.paging_rates import sustained_rate
-from scripts.paging_runs import Experiment, Settings
+from scripts.paging_runs import Experiment, Settings, sources
 from scripts.paging_simulation import (
     NUM_POSITIONS,
     POSITION_BYTES,
@@ -590,6 +590,15 @@ def test_sharing_saves_what_the_paper_says() -> None:
         assert third[width] < every[width]
     for values in saved.values():
         assert values["2"] < values["4"] < values["6"] < 5 / 6
+
+
+def test_sharing_saves_of_long_requests_what_the_paper_says() -> None:
+    """16.2 to 30.5 % for 2 to 6 samples."""
+    settings = Settings(sharing_requests=120, show_progress=False)
+    source = sources(settings)[0]
+    two, six = (paging_arithmetic.saved_pages(source, n, None, settings) for n in (2, 6))
+    assert 100 * two == pytest.approx(16.2, abs=1.5)
+    assert 1.4 * two < six < 0.305
 
 
 @pytest.mark.parametrize("is_beam", [False, True])
