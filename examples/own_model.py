@@ -1,6 +1,6 @@
 """Your own Flax model on pages: define it, train it densely, serve it with the same parameters.
 
-    python examples/own_model.py [--steps 400]
+    python examples/own_model.py [--steps 1500]
 
 A small NNX transformer learns to add from lines such as `27+5=32;` that this file makes. Training
 uses plain dense attention. Serving calls `pagedjax.attend` in its place, nothing else changes; the
@@ -146,7 +146,7 @@ def train(model: Adder, steps: int) -> float:
         return value
 
     value = float("nan")
-    with tqdm(range(steps), desc="training", unit="step") as bar:
+    with tqdm(range(steps), desc="training", unit="step", disable=None) as bar:
         for i in bar:
             value = step(model, optimizer, jnp.asarray(make_lines(rng, 256)))
             if i % 50 == 0:

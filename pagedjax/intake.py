@@ -71,17 +71,17 @@ class Intake:
             seed=seed & _SEED_MASK,
             eos_token_ids=self._eos_token_ids,
             bad_sequences=self._bad_sequences(params),
-            cache_salt=_checked_salt(cache_salt),
+            cache_salt=checked_salt(cache_salt),
             prompt=text,
-            priority=_checked_priority(priority),
+            priority=checked_priority(priority),
             arrival_time=now,
-            timeout=_checked_timeout(timeout),
+            timeout=checked_timeout(timeout),
             label=label,
         )
 
     def prefix(self, prompt: Prompt, cache_salt: str | None) -> tuple[tuple[int, ...], str | None]:
         """Checked token ids and salt of what requests will begin with; raises `RequestError`."""
-        return self.token_ids(prompt), _checked_salt(cache_salt)
+        return self.token_ids(prompt), checked_salt(cache_salt)
 
     def token_ids(self, prompt: Any) -> tuple[int, ...]:
         """Token ids of a prompt in any of its forms; raises `RequestError`."""
@@ -138,7 +138,8 @@ class Intake:
         )
 
 
-def _checked_priority(priority: Any) -> int:
+def checked_priority(priority: Any) -> int:
+    """The priority of a request; raises `RequestError`."""
     is_int = isinstance(priority, int) and not isinstance(priority, bool)
     if not is_int or not -(2**31) <= priority < 2**31:
         raise RequestError(
@@ -149,7 +150,8 @@ def _checked_priority(priority: Any) -> int:
     return priority
 
 
-def _checked_timeout(timeout: Any) -> float | None:
+def checked_timeout(timeout: Any) -> float | None:
+    """Seconds that a request may take; raises `RequestError`."""
     if timeout is None:
         return None
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
@@ -163,7 +165,8 @@ def _checked_timeout(timeout: Any) -> float | None:
     )
 
 
-def _checked_salt(salt: Any) -> str | None:
+def checked_salt(salt: Any) -> str | None:
+    """The cache salt of a request; raises `RequestError`."""
     if salt is None:
         return None
     if not isinstance(salt, str):

@@ -129,7 +129,7 @@ def measure(
 ) -> dict[str, float]:
     """Medians over the repetitions of one workload; ratios are taken within a repetition."""
     runs = []
-    for repetition in tqdm(range(args.repeat + 1), desc=name, unit="run"):
+    for repetition in tqdm(range(args.repeat + 1), desc=name, unit="run", disable=None):
         run = run_once(llm, requests, repetition, bare, (args.max_ttft_ms, args.max_tbt_ms))
         if repetition:  # the first warms caches of the machine and is not counted
             runs.append(run)

@@ -110,7 +110,7 @@ def run(settings: Settings, keys: Sequence[str]) -> Iterator[Experiment]:
         "E11": paging_arithmetic.example,
     }
     wanted = [key for key in KEYS if key in keys]
-    with tqdm(wanted, unit="experiment", disable=not settings.show_progress) as bar:
+    with tqdm(wanted, unit="experiment", disable=None if settings.show_progress else True) as bar:
         for key in bar:
             bar.set_description(key)
             yield makers[key](settings)

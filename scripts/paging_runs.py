@@ -125,7 +125,12 @@ def play(
     """One simulation, with a bar of simulated seconds."""
     total = requests[-1].arrival
     with tqdm(
-        total=round(total), desc=label, unit="s", leave=False, disable=not settings.show_progress
+        total=round(total),
+        desc=label,
+        unit=" simulated s",
+        leave=False,
+        disable=None if settings.show_progress else True,  # None: shown on terminals only
+        bar_format="{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total} s simulated",
     ) as bar:
         step_time = how.pop("step_time", settings.step_time)
         return simulate(

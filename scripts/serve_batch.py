@@ -297,7 +297,8 @@ def _add_engine(made: Parser) -> None:
     group.add_argument(
         "--attention-implementation",
         metavar="NAME",
-        help="the kernel: mosaic_gpu, mosaic_tpu or xla (default: the best one for the device)",
+        help="the kernel: mosaic_gpu, mosaic_tpu, native_cpu or xla (default: the best one for the "
+        "device)",
     )
     group.add_argument(
         "--cascade-attention",

@@ -51,8 +51,9 @@ MAX_POSITIONAL = 7  # parameters that can be passed by position, self not counte
 # launched before the last one was read took 200. The same batch job on the machines of a cluster
 # has 1,300: what is left of it when some of them die. Signals that cut off anything at all, and
 # then what unwinds from there, took 40 of the core; messages that nobody reads, and closed standard
-# streams, 70 of the batch program.
-MAX_CORE, MAX_EDGES = 15_200, 7_220
+# streams, 70 of the batch program; what the engine will refuse, found ahead, and failing lines that
+# are named, 30.
+MAX_CORE, MAX_EDGES = 15_200, 7_250
 EDGES = {
     "batch_job", "chat_template", "cli", "doctor", "explain", "grammar", "history", "memory_plan",
     "openai_api", "page_map", "replay", "server", "trace", "__main__",

@@ -187,13 +187,12 @@ def test_a_job_may_be_told_to_begin_with_good_lines_only(
 
 def test_what_is_found_ahead_becomes_an_error_line() -> None:
     """The check reads lines as the job does: it may find less, and never more."""
-    found = check_lines([bad for bad, _ in BAD.values()])
+    found = check_lines([bad for bad, _ in BAD.values()], "fcfs")
     assert found.requests + found.num_bad == len(BAD)
     needs_engine = {
         "10 MB", "n beyond a step", "logit_bias beyond the words", "a token below 0",
-        "a token too large", "a prompt too long", "a priority without use", "a timeout below 0",
-        "messages of text", "no messages", "a message without a role",
-        "a content that is a number", "an id that is taken",
+        "a token too large", "a prompt too long", "messages of text", "no messages",
+        "a message without a role", "a content that is a number", "an id that is taken",
     }  # fmt: skip
     assert found.requests == len(needs_engine)
     assert len(found.bad) == MAX_SHOWN

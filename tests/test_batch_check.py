@@ -71,6 +71,27 @@ def test_check_heeds_a_shorter_model_len(
     assert "18 prompt tokens, at most 55 new tokens" in shown  # 5, 3 x 12, 4, 10
 
 
+@pytest.mark.parametrize(
+    ("body", "policy", "message"),
+    [
+        ({"priority": -1}, "fcfs", "`priority` must be 0 unless the engine runs with"),
+        ({"priority": 2**40}, "priority", "`priority` must be an integer in"),
+        ({"timeout": -2}, "fcfs", "`timeout` must be seconds in (0, 1e+09] or None. Got -2."),
+        ({"cache_salt": 7}, "fcfs", "`cache_salt` must"),
+    ],
+)
+def test_check_refuses_what_the_engine_will(
+    body: dict[str, Any], policy: str, message: str, source: Path, model: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    source.write_text(json.dumps({"prompt": "ab", **body}) + '\n{"prompt": "ab"}\n')
+    given = {"scheduling_policy": policy}
+    assert main(str(source), None, model=model, options=given, check=True) == 3
+    shown = capsys.readouterr().err
+    assert f"serve_batch: line 1: {message}" in shown
+    assert "1 requests (1 answers)" in shown
+
+
 def test_the_estimate_is_at_the_rate_of_the_output_s_last_run(
     source: Path, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

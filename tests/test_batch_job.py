@@ -390,6 +390,18 @@ def test_ids_made_from_line_numbers_avoid_those_that_were_given() -> None:
     assert summary.answered == 3
 
 
+def test_lines_that_the_engine_refuses_are_named_but_for_the_last_of_many(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows, _ = run([line("ab"), *[line("x" * 5000)] * 30, b"bad"])
+    assert sum(row["error"] is None for row in rows) == 1
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" failed: `prompt` must")[0] for text in told[:20]] == [
+        f"line {number}" for number in range(2, 22)
+    ]
+    assert told[20:] == ["more lines failed: the output says which and why"]
+
+
 def test_failure_in_the_engine_is_that_request_s_alone(caplog: pytest.LogCaptureFixture) -> None:
     rows, summary = run([line("ab"), line("break"), line("vanish"), line("cd")])
     assert [text_of(rows[0]), text_of(rows[3])] == ["AB", "CD"]

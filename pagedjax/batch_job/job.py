@@ -37,6 +37,7 @@ from pagedjax.request import RequestOutput, SamplingParams
 from pagedjax.tokenizer import Tokenizer
 
 DEFAULT_IN_FLIGHT = 1024  # sequences in the engine at once
+MAX_TOLD = 20  # failing lines that are named one by one
 LINES_PER_REPORT = 1000  # of lines that were answered before, or cannot be
 CREATED = 0  # seconds since 1970 in every answer: the same job gives the same bytes, whenever
 
@@ -218,6 +219,20 @@ def all_answered(lines: Iterable[bytes], answers: Answers) -> bool:
     return True
 
 
+class _Failures:
+    """Names lines that fail, for people: the first of them."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def tell(self, line: Line, message: str) -> None:
+        self._count += 1
+        if self._count <= MAX_TOLD:
+            logger.error("line %d failed: %s", line.number, message)
+        elif self._count == MAX_TOLD + 1:
+            logger.error("more lines failed: the output says which and why")
+
+
 class BatchJob:
     """Lines on their way from the input to the output. See `run_batch`."""
 
@@ -237,6 +252,7 @@ class BatchJob:
         self._waiting: OrderedDict[str, str | list[int]] = OrderedDict()  # not in the engine yet
         self._running: dict[str, tuple[Line, int]] = {}  # request id -> line, index of the prompt
         self._num_sequences = 0
+        self._failures = _Failures()
         self._ready: deque[tuple[int, str]] = deque()  # answers: number of the line, text
         self._answers = answers
 
@@ -303,6 +319,8 @@ class BatchJob:
         try:
             yield
         except RequestError as error:
+            if line.request is not None:  # else its form is wrong: the check of all lines told it
+                self._failures.tell(line, str(error))
             self._fail(line, 400, str(error), error.code, error.param)
         except Exception:
             logger.exception("line %d failed", line.number)
@@ -353,7 +371,7 @@ class BatchJob:
         assert request is not None
         failure = failure_of(output)
         if failure is not None:
-            logger.error("line %d failed: %s", line.number, failure.message)
+            self._failures.tell(line, failure.message)
             self._fail(line, failure.status, failure.message, failure.code, failure.param)
             return
         self._forget(output.request_id)

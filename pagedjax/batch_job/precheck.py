@@ -13,7 +13,9 @@ from typing import Any, Protocol
 from pagedjax.batch_job.ids import CustomIds
 from pagedjax.batch_job.lines import parse_json, split_line
 from pagedjax.errors import RequestError
+from pagedjax.intake import checked_priority, checked_salt, checked_timeout
 from pagedjax.openai_api import ApiRequest, parse_body
+from pagedjax.scheduling.live import check_policy
 
 MAX_SHOWN = 20  # bad lines that are shown one by one
 
@@ -68,10 +70,13 @@ class Precheck:
         )
 
 
-def check_lines(lines: Iterable[bytes], counter: PromptCounter | None = None) -> Precheck:
+def check_lines(
+    lines: Iterable[bytes], policy: str, counter: PromptCounter | None = None
+) -> Precheck:
     """Reads all lines.
 
     Args:
+      policy: the engine's `scheduling_policy`.
       counter: None: prompts are not tokenised, which takes most of the time.
     """
     found, ids = Precheck(), CustomIds()
@@ -85,6 +90,7 @@ def check_lines(lines: Iterable[bytes], counter: PromptCounter | None = None) ->
             ids.take(number, document)
             defaults = {} if counter is None else counter.default_params
             request = parse_body(*split_line(document), defaults)
+            _check_terms(request, policy)
             if counter is not None:
                 _count(found, request, counter)
             found.sequences += request.num_sequences
@@ -94,6 +100,13 @@ def check_lines(lines: Iterable[bytes], counter: PromptCounter | None = None) ->
             if len(found.bad) < MAX_SHOWN:
                 found.bad.append(f"line {number}: {error}")
     return found
+
+
+def _check_terms(request: ApiRequest, policy: str) -> None:
+    """What the engine is going to say of everything but the prompt."""
+    check_policy(checked_priority(request.priority), policy)
+    checked_timeout(request.timeout)
+    checked_salt(request.cache_salt)
 
 
 def _count(found: Precheck, request: ApiRequest, counter: PromptCounter) -> None:

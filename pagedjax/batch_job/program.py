@@ -185,6 +185,7 @@ class Program:
         self._model, self._options, self.how, self.begun = model, options, how, begun
         self._config = EngineConfig.from_options(options)
         self._signals, self._stack = signals, stack
+        self.policy = self._config.scheduling_policy
         self._stats: TextIO | None = None
 
     def run(self, input_path: str, output_path: str | None) -> int:
@@ -211,7 +212,7 @@ class Program:
         """Says what would run, and how long that takes."""
         text = loading.read_text(self._model, self._options)
         try:
-            found = check_lines(source.lines(), text)
+            found = check_lines(source.lines(), self.policy, text)
         except UnreadableInput as error:
             raise CannotStart(str(error)) from error
         for line in found.lines():
@@ -241,7 +242,7 @@ class Program:
             if num_lines == 0:
                 say(f"{source.name} is empty: nothing to answer")
                 return OK
-            self.report_bad(check_lines(source.lines()))
+            self.report_bad(check_lines(source.lines(), self.policy))
         llm = self.load(source)
         answers = output.answers(ordered=self.how.ordered)
         summary = Summary()
@@ -399,7 +400,7 @@ class _FileJob:
             )
             llm = None if is_done else program.load(self._source)
         else:
-            found = check_lines(self._source.lines())
+            found = check_lines(self._source.lines(), program.policy)
             program.report_bad(found)
             answers = found.requests + found.num_bad
             llm = program.load(self._source) if answers else None

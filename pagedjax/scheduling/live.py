@@ -161,6 +161,16 @@ class LiveRequest:
         return not wants or len(sequence.prompt_logprobs) == sequence.num_prompt_tokens
 
 
+def check_policy(priority: int, policy: str) -> None:
+    """Raises `RequestError` for a priority that the engine would not heed."""
+    if priority != 0 and policy == "fcfs":
+        raise RequestError(
+            f"`priority` must be 0 unless the engine runs with `scheduling_policy` priority. "
+            f"Got {priority}.",
+            param="priority",
+        )
+
+
 def rank_of(request: Request, config: SchedulerConfig) -> float:
     """When the request would have arrived if its priority were 0, in seconds; smaller goes first.
 
@@ -194,12 +204,7 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
         )
     if params.beam_width is not None:
         _check_beams(request, params.beam_width, config.vocab_size)
-    if request.priority != 0 and config.scheduling_policy == "fcfs":
-        raise RequestError(
-            f"`priority` must be 0 unless the engine runs with `scheduling_policy` priority. "
-            f"Got {request.priority}.",
-            param="priority",
-        )
+    check_policy(request.priority, config.scheduling_policy)
     ids: dict[str, Iterable[int]] = {
         "prompt": request.prompt_token_ids,
         "stop_token_ids": params.stop_token_ids,
