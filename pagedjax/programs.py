@@ -94,11 +94,11 @@ class CompiledProgram:
 
 
 class Countdown:
-    """Says how long the rest of a start will be compiling; made when it begins."""
+    """Says how long the rest of a start will be compiling."""
 
     def __init__(self) -> None:
-        """Begins now."""
-        self._started = time.monotonic()
+        """Begins with the first program: what comes before, weights say, is no measure of it."""
+        self._started: float | None = None
         self._num_compiled = 0
 
     def line(self, program: CompiledProgram, done: int, total: int) -> str | None:
@@ -108,8 +108,11 @@ class Countdown:
         """
         if program.is_kept:
             return None
+        now = time.monotonic()
+        if self._started is None:
+            self._started = now - program.seconds
         self._num_compiled += 1
-        each = (time.monotonic() - self._started) / self._num_compiled
+        each = (now - self._started) / self._num_compiled
         left = f", at most {each * (total - done):.0f} s to go" if done < total else ""
         return f"{program} ({done} of {total}{left})"
 

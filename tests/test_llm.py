@@ -321,7 +321,7 @@ def test_the_start_is_given_what_was_found(monkeypatch: pytest.MonkeyPatch) -> N
     model, tokenizer = TinyLM(), ByteTokenizer()
     sizes: dict[str, Any] = {"max_num_seqs": 3, "gpu_memory_utilization": 0.4, "seed": 9}
     LLM(model, tokenizer=tokenizer, progress=told.append, **sizes)
-    assert told == ["step: compiled, 1.0 s (1 of 2, at most 0 s to go)"]
+    assert told == ["step: compiled, 1.0 s (1 of 2, at most 1 s to go)"]
     got_model, got_tokenizer, options, facts, _ = seen
     assert got_model is model
     assert got_tokenizer is tokenizer

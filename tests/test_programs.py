@@ -261,10 +261,12 @@ def test_a_result_of_another_structure_is_a_bug_that_is_told(tmp_path: Path) -> 
 
 
 def test_the_countdown_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([10.0, 14.0, 18.0])
+    times = iter([10.0, 12.04])
     monkeypatch.setattr(programs_module.time, "monotonic", lambda: next(times))
     countdown = Countdown()
     new, old = CompiledProgram("a", 3.96, is_kept=False), CompiledProgram("b", 1.0, is_kept=True)
     assert countdown.line(old, 1, 5) is None
     assert countdown.line(new, 2, 5) == "a: compiled, 4.0 s (2 of 5, at most 12 s to go)"
+    assert countdown.line(new, 3, 5) == "a: compiled, 4.0 s (3 of 5, at most 6 s to go)"
+    times = iter([20.0])
     assert countdown.line(new, 5, 5) == "a: compiled, 4.0 s (5 of 5)"
