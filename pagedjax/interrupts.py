@@ -53,6 +53,14 @@ class DeferredInterrupt:
         """True when a signal is kept."""
         return self._is_pending
 
+    def expose(self) -> None:
+        """Signals are raised at once until `defer` is called; one that is kept, now."""
+        self._defers = False
+        if self._is_pending:
+            self._is_pending = False
+            self._was_raised = self._unwinds = True
+            raise KeyboardInterrupt
+
     def defer(self) -> None:
         """Signals are kept from now on.
 

@@ -11,6 +11,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -581,6 +582,23 @@ def test_two_runs_are_kept_apart(
         assert not loads
     assert job(source, out) == 3, "a lock file that nobody holds is no hindrance"
     assert not lock.exists()
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_signal_while_the_lock_is_taken_leaves_no_lock_file(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = files.append
+
+    def interrupted(descriptor: int, data: bytes) -> None:
+        append(descriptor, data)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "append", interrupted)
+        assert job(source, out) == 75
+    assert not list(out.parent.glob("*.lock"))
+    assert job(source, out) == 3
 
 
 def test_a_lock_file_that_its_holder_just_removed_holds_nothing(

@@ -28,6 +28,17 @@ def test_an_interrupt_waits_for_the_check() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_an_interrupt_that_was_kept_is_raised_when_they_are_raised_at_once() -> None:
+    with DeferredInterrupt() as interrupt:
+        press(1)
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.expose()
+        press(1)  # what unwinds is not cut off
+        with pytest.raises(KeyboardInterrupt):
+            press(1)
+        interrupt.finish()
+
+
 @pytest.mark.parametrize("defers", [True, False])
 def test_what_unwinds_after_an_interrupt_is_not_cut_off_by_the_next_one(
     defers: bool, capfd: pytest.CaptureFixture[str]

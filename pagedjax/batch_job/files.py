@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -76,8 +77,14 @@ def locked(path: Path) -> Iterator[bool]:
     Raises:
       Locked: another process has it.
     """
-    descriptor = _lock(path)
+    descriptor = None
+    # A signal that came while it is taken would leave the file behind.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
+        try:
+            descriptor = _lock(path)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         yield descriptor is not None
     finally:
         if descriptor is not None:

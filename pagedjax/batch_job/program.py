@@ -125,11 +125,12 @@ def main(
       how: see `JobOptions`.
     """
     fill_closed_streams()
-    signals = DeferredInterrupt(signal.SIGINT, signal.SIGTERM, defers=False, notice=STOPPING)
+    signals = DeferredInterrupt(signal.SIGINT, signal.SIGTERM, notice=STOPPING)
     begun = _Begun()
     with signals, ExitStack() as stack:
         try:
             with signals.alone():
+                signals.expose()
                 stack.enter_context(log_to_stderr())
                 program = Program(model, options, JobOptions(**how), signals, stack, begun)
                 return program.run(input_path, output_path)
