@@ -31,12 +31,8 @@ class _StandardError:
         return getattr(sys.stderr, name)  # `isatty`, `fileno`, `encoding`
 
     def _try(self, use: Callable[[TextIO], object]) -> None:
-        try:
+        with suppress(OSError, ValueError):  # ValueError: it was closed
             use(sys.stderr)
-        except BlockingIOError:
-            pass  # it is full at the moment
-        except (OSError, ValueError):  # ValueError: it was closed
-            _mute(sys.stderr)
 
 
 STANDARD_ERROR: Any = _StandardError()
@@ -59,11 +55,3 @@ def fill_closed_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
     if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison] (Python does that)
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace")
-
-
-def _mute(stream: TextIO) -> None:
-    """Sends the rest to the null device, where Python's own last flush works, too."""
-    with suppress(OSError, ValueError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)
